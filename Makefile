@@ -1,0 +1,39 @@
+# make demo, make test: both work on a fresh Debian with Python 3.11 and make. Everything goes into .venv.
+# A system interpreter is preferred: jobs of another user must be able to run it.
+PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
+BIN := .venv/bin
+EXTRAS := dev,torch,ucx
+
+.PHONY: setup demo demo-slurm test slurm check bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	mkdir -p .venv/src && ln -sfn ../.. .venv/src/rrl
+	touch $@
+
+demo: setup
+	$(BIN)/rrl submit --wait examples/quickstart.toml
+
+slurm: setup
+	$(BIN)/python -m rrl.tests.lab.slurm install
+
+demo-slurm: slurm
+	$(BIN)/python -m rrl.tests.lab.demo
+
+test: setup
+	$(BIN)/python -m rrl.tests.lab.slurm install || test -z "$$RRL_REQUIRE_SLURM"
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,52 @@
+"""Small figures as text: spans of time, a curve, a bar, folded node names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def span(seconds: float) -> str:
+    """A length of time, two units at most: ``7s``, ``2m14s``, ``3h05m``, ``2d04h``."""
+    whole = max(0, int(seconds))
+    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // smaller:02}{name}"
+    return f"{whole}s"
+
+
+def stage(seconds: float | None) -> str:
+    """A measured stage, in s with two digits; a dash where it has not happened."""
+    return "–" if seconds is None else f"{seconds:.2f}s" if seconds < 100 else span(seconds)
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def curve(values: Sequence[float], width: int) -> str:
+    """The newest ``width`` values as blocks: between 0 and 1 when all lie there, else between their extremes."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = (0.0, 1.0) if min(shown) >= 0 and max(shown) <= 1 else (min(shown), max(shown))
+    reach = (high - low) or 1.0
+    return "".join(_BLOCKS[min(7, int((value - low) / reach * 8))] for value in shown)
+
+
+def bar(done: int, of: int, width: int) -> tuple[str, str]:
+    """The full and the empty part of a progress bar."""
+    full = min(width, width * done // max(1, of))
+    return "━" * full, "─" * (width - full)
+
+
+def folded(names: Iterable[str]) -> str:
+    """``n[1-3,7]``; names that ClusterShell cannot read are listed as they are."""
+    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+    listed = sorted(names)
+    try:
+        return str(NodeSet(",".join(listed), resolver=RESOLVER_NOGROUP))
+    except NodeSetException:
+        return ",".join(listed)

@@ -1,0 +1,228 @@
+"""``State`` as something to look at. Pure: the same state and time give the same picture.
+
+Every line is built to fit: nothing wraps at 80 columns, and more columns show more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from rrl.cli.views.figures import bar, curve, folded, number, span
+from rrl.manager.cluster import NodeState
+from rrl.manager.state import Node, Replica, State, Status, finding_about, workers
+from rrl.spec.phases import phase
+from rrl.spec.words import AGENT, Finding, Outcome, Verdict
+
+NARROW = 95
+"""columns below which what is nice to know is left out"""
+CROWD = 12
+"""replicas of one role that are listed one by one; of more, only those that are not at their ordinary work"""
+RECENT = 600.0
+"""s for which a failure stays in the picture"""
+
+_OUTCOME = {Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red"}
+_STATUS = {Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black"}
+_VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
+
+
+def status_view(state: State, now: float, width: int = 100, note: str = "") -> RenderableType:
+    """The whole picture of a run. ``now``: wall clock (s); ``note``: something to add about its manager."""
+    until = now if state.ended is None else state.ended
+    parts: list[RenderableType] = [Text.assemble(*_title(state, until), overflow="ellipsis", no_wrap=True)]
+    parts.append(_facts(state, now, width, note))
+    if state.outcome is None:
+        parts += [Text(), _replicas(state, until, width)]
+    if state.outcome is None and (findings := _findings(state, until)):
+        parts += [Text(), findings]
+    if state.outcome is None and (failures := _failures(state, until)):
+        parts += [Text(), failures]
+    return Group(*parts)
+
+
+# ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _title(state: State, until: float) -> Iterator[tuple[str, str] | str]:
+    word, colour = standing(state)
+    yield (state.run, "bold")
+    yield "  "
+    yield (f"● {word}", colour)
+    full, empty = bar(state.step, state.job.steps, 24)
+    yield f"   step {state.step}/{state.job.steps} "
+    yield (full, "green" if state.outcome in (None, Outcome.COMPLETED) else "yellow")
+    yield (empty, "bright_black")
+    yield f" {100 * state.step // max(1, state.job.steps)}%   {span(until - state.started)}"
+
+
+def standing(state: State) -> tuple[str, str]:
+    """Where the run stands in one word, and its colour."""
+    if state.outcome is not None:
+        return state.outcome.value, _OUTCOME[state.outcome]
+    if state.verdict is not None:
+        return f"ending ({state.verdict.outcome.value})", _OUTCOME[state.verdict.outcome]
+    if not any(allocation.running for allocation in state.allocations.values()):
+        return "waiting for nodes", "yellow"
+    if any(replica.status is not Status.JOINED for replica in workers(state)):
+        return ("recovering" if state.recoveries else "starting"), "cyan"
+    return "running", "green"
+
+
+def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bright_black", no_wrap=True)
+    facts.add_column(no_wrap=True, overflow="ellipsis")
+    if state.first_rewards:
+        first = sum(state.first_rewards) / len(state.first_rewards)
+        newest = state.last_rewards[-10:]
+        reward = Text(f"{number(first)} → {number(sum(newest) / len(newest))}  ")
+        facts.add_row("reward", reward.append(curve(state.last_rewards, width - 30), "green"))
+    if state.metrics and width >= NARROW:
+        others = {name: value for name, value in state.metrics.items() if name != "reward"}
+        facts.add_row("metrics", "  ".join(f"{name} {value:.4g}" for name, value in sorted(others.items())))
+    if state.outcome is None:
+        facts.add_row("nodes", _nodes(state))
+        manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
+        facts.add_row("manager", Text(note, "red") if note else manager)
+    if state.why and state.outcome is not None:
+        facts.add_row("because", escape(state.why))
+    return facts
+
+
+def _nodes(state: State) -> Text:
+    """Which nodes are in use, and which are not and why; replicas' agents stand for their nodes."""
+    if not state.nodes:
+        pending = [a.seen.detail for a in state.allocations.values() if a.seen is not None and a.seen.detail]
+        return Text(f"none yet, {state.job.nodes} wanted" + (f" ({pending[0]})" if pending else ""), "yellow")
+    agents = {replica.node for replica in state.replicas.values() if replica.role == AGENT and replica.pid}
+    used = {replica.node for replica in workers(state) if replica.believed}
+    good = [n for n in state.nodes.values() if not _node_trouble(n)]
+    spare = [n.name for n in good if n.name not in used]
+    text = Text(folded(n.name for n in good if n.name in used) or "none in use")
+    if spare:
+        text.append(f"  spare {folded(spare)}", "bright_black")
+    if without := [n.name for n in good if n.name not in agents]:
+        text.append(f"  no agent yet on {folded(without)}", "yellow")
+    for node in state.nodes.values():
+        if trouble := _node_trouble(node):
+            text.append(f"  {node.name} {trouble}", "red")
+    return text
+
+
+def _node_trouble(node: Node) -> str:
+    if node.excluded is not None:
+        return "excluded"
+    if node.seen is not None and node.seen.state in (NodeState.DOWN, NodeState.DRAINING):
+        return node.seen.state.value
+    return ""
+
+
+# ── replicas ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def _replicas(state: State, now: float, width: int) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, header_style="bright_black", expand=True)
+    table.add_column("replica", no_wrap=True)
+    table.add_column("life", justify="right", no_wrap=True)
+    table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=16 if width >= NARROW else 10)
+    table.add_column("doing", no_wrap=True)
+    table.add_column("for", justify="right", no_wrap=True)
+    table.add_column("weights", no_wrap=True)
+    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
+    for role in state.job.roles:
+        replicas = [replica for replica in workers(state) if replica.role == role.name]
+        shown = replicas if len(replicas) <= CROWD else [r for r in replicas if _unusual(state, r)][:CROWD]
+        for replica in shown:
+            _row(table, state, replica, now)
+        if rest := [replica for replica in replicas if replica not in shown]:
+            table.add_row(role.name, "", "", "", "", "", _crowd(rest), style="dim")
+    return table
+
+
+def _unusual(state: State, replica: Replica) -> bool:
+    return replica.status is not Status.JOINED or bool(replica.failures) or finding_about(state, replica.life) is not None
+
+
+def _crowd(replicas: list[Replica]) -> str:
+    doing = Counter(_doing(replica)[0] for replica in replicas)
+    return f"{len(replicas)} more: " + ", ".join(f"{count} {word}" for word, count in doing.most_common())
+
+
+def _row(table: Table, state: State, replica: Replica, now: float) -> None:
+    word, colour, since = _doing(replica)
+    life = f"#{replica.incarnation}" if replica.incarnation else "–"
+    table.add_row(
+        replica.id,
+        Text(life, "yellow" if replica.incarnation > 1 else "bright_black"),
+        replica.node or "–",
+        Text(word, colour),
+        span(now - since),
+        f"v{replica.holds.step}" if replica.holds is not None else "–",
+        _remark(state, replica, now),
+    )
+
+
+def _doing(replica: Replica) -> tuple[str, str, float]:
+    """Its phase once it has joined, until then its status; the colour; since when."""
+    if replica.status is Status.JOINED and replica.phase:
+        return replica.phase, phase(replica.phase).colour, replica.phase_since or replica.since
+    return replica.status.value, _STATUS.get(replica.status, "white"), replica.since
+
+
+def _remark(state: State, replica: Replica, now: float) -> Text:
+    finding = next((f for f in state.findings.values() if f.life == replica.life), None)
+    if finding is not None:
+        return Text(_told(finding), _VERDICT.get(finding.verdict, "white"))
+    if replica.status is Status.WANTED and replica.not_before > now:
+        return Text(f"starts in {span(replica.not_before - now + 1)}", "yellow")
+    if replica.waits_for is not None:
+        return Text(f"waits for {replica.waits_for}", "bright_black")
+    return Text()
+
+
+# ── findings and failures ──────────────────────────────────────────────────────────────────────────────────────────
+def _findings(state: State, now: float) -> RenderableType | None:
+    nodes = [finding for finding in state.findings.values() if finding.node is not None]
+    if not nodes:
+        return None
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for finding in sorted(nodes, key=lambda f: -f.since):
+        verdict = Text(f"! {finding.verdict.value}", _VERDICT.get(finding.verdict, "white"))
+        grid.add_row(verdict, str(finding.node), f"{_told(finding)} ({span(now - finding.since)} ago)")
+    return grid
+
+
+def _told(finding: Finding) -> str:
+    evidence = "; ".join(one.text for one in finding.evidence)
+    return f"{finding.detector.replace('_', ' ')}: {evidence}" if evidence else finding.detector.replace("_", " ")
+
+
+def _failures(state: State, now: float) -> RenderableType | None:
+    """What failed of late and how far its replacement is."""
+    recent = [
+        (failure, replica) for replica in workers(state) for failure in replica.failures if now - failure.at < RECENT
+    ]
+    if not recent:
+        return None
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for failure, replica in sorted(recent, key=lambda pair: -pair[0].at)[:5]:
+        ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
+        grid.add_row(Text(f"↻ {replica.id}", "yellow"), f"{ago}; {_replacement(replica)}")
+    return grid
+
+
+def _replacement(replica: Replica) -> str:
+    if replica.status is Status.JOINED:
+        return f"#{replica.incarnation} works on {replica.node}"
+    if replica.status is Status.WANTED:
+        return "to be launched again"
+    if replica.status is Status.RETIRED:
+        return "the run goes on without it"
+    return f"#{replica.incarnation} is {replica.status.value} on {replica.node}"

@@ -1,0 +1,51 @@
+"""What a run came to: ``summary.json`` as something to look at. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rrl.cli.views.figures import number, span, stage
+
+_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red"}
+_STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
+
+
+def summary_view(summary: dict[str, Any]) -> RenderableType:
+    """``summary``: the decoded summary.json (:class:`rrl.manager.ledger.Summary`); fields that it lacks are dashes."""
+    outcome = str(summary.get("outcome", "unknown"))
+    title = Text.assemble((str(summary.get("run", "run")), "bold"), "  ", (f"● {outcome}", _COLOUR.get(outcome, "white")))
+    title.append(f"   {summary.get('steps', 0)} steps in {span(summary.get('run_seconds') or 0)}")
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bright_black", no_wrap=True)
+    facts.add_column(overflow="fold")
+    if outcome != "completed" and summary.get("why"):
+        facts.add_row("because", Text(str(summary["why"])))
+    first, last = summary.get("reward_first10"), summary.get("reward_last10")
+    facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
+    facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
+    recoveries = summary.get("recoveries") or []
+    facts.add_row("faults", f"{summary.get('faults', 0)} injected, {len(recoveries)} recoveries")
+    facts.add_row("in", Text(str(summary.get("run_dir", ""))))
+    return Group(title, facts, *([Text(), _recoveries(recoveries)] if recoveries else []))
+
+
+def _recoveries(recoveries: list[dict[str, Any]]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, header_style="bright_black", expand=True)
+    table.add_column("recovered", no_wrap=True)
+    for name in _STAGES:
+        table.add_column(name.removesuffix("_s").replace("_", " "), justify="right", no_wrap=True)
+    table.add_column("cause", ratio=1, no_wrap=True, overflow="ellipsis")
+    for one in recoveries:
+        who = f"{one.get('replica')}#{one.get('incarnation')}"
+        cause = ("injected; " if one.get("injected") else "") + str(one.get("cause", ""))
+        table.add_row(who, *(stage(one.get(name)) for name in _STAGES), Text(cause, "bright_black"))
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}%"

@@ -1,0 +1,265 @@
+"""Detectors of what a replica does and of whether a node is there: pure functions of one sighting, the limits and now.
+
+Each returns a finding or None, and when it could next change its mind though nothing new is seen (inf: never). Text and
+``since`` never carry running seconds, so that an unchanged situation is an equal finding. The tuples are ladders, best
+evidence first: of one replica or node, the first that speaks is heard.
+
+What condemns without proof needs time and observations both (peers.md 5d): silence is at least ``_MISSES`` beats that
+did not come, standing still at least as many beats that came and showed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from signal import Signals
+
+from rrl.health.sightings import NodeSighting, ReplicaSighting
+from rrl.spec.jobview import Limits
+from rrl.spec.phases import PHASES, phase
+from rrl.spec.words import Cause, Evidence, Finding, Remedy, Verdict
+
+Judged = tuple[Finding | None, float]
+Detector = Callable[[ReplicaSighting, Limits, float], Judged]
+NodeDetector = Callable[[NodeSighting, Limits, float], Judged]
+
+_MISSES = 3
+_NOTHING: Judged = (None, inf)
+
+
+# ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def exit_record(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """Its step ended. After a goodbye, or when asked to stop, only an exit code of its own is worth a warning."""
+    end = seen.exit
+    if end is None:
+        return _NOTHING
+    leaving = seen.leaving_at is not None
+    if leaving and (not end.code or end.why == "asked"):
+        return _NOTHING
+    if end.code == 0 and now < (due := end.at + _patience(limits)):
+        return None, due  # its goodbye came by another connection, and may still be on the way
+    text = _how_it_ended(end.code, end.signal, end.why)
+    if leaving:
+        return _about(seen, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
+    return _about(seen, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True), inf
+
+
+def step_gone(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """The agent, a witness on the same node, says that the process is no more."""
+    at = seen.gone_witnessed_at
+    if at is None or seen.exit is not None or seen.leaving_at is not None:
+        return _NOTHING
+    text = "its process is no more, and left no exit record"
+    return _about(seen, "step_gone", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "agent", text, True), inf
+
+
+# ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def worker_silence(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It joined, and is not heard any more. An agent's silence is the node's matter (``node_lost``)."""
+    if not _expected_to_speak(seen) or seen.status != "joined" or seen.is_agent:
+        return _NOTHING
+    due = seen.last_heard + _silence(limits)
+    if now < due:
+        return None, due
+    text = f"no beat for {_silence(limits):g} s after its last one, in phase {seen.phase}"
+    return _silent(seen, limits, "worker_silence", seen.last_heard, text), inf
+
+
+def never_joined(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It was launched, and never said Hello."""
+    if not _expected_to_speak(seen) or seen.status != "launched":
+        return _NOTHING
+    due = seen.launched_at + limits.join
+    if now < due:
+        return None, due
+    text = f"no Hello within {limits.join:g} s of its launch or of this manager's start"
+    return _silent(seen, limits, "never_joined", seen.launched_at, text), inf
+
+
+def _silent(seen: ReplicaSighting, limits: Limits, detector: str, since: float, text: str) -> Finding:
+    """Charged to the process when something else on its node was heard well after it fell silent; else nobody knows.
+
+    "After" means some beats later: when a node dies, the last beats of those on it differ by up to one.
+    """
+    heard = seen.home.last_heard
+    lives = heard is not None and heard >= since + _patience(limits)
+    if lives or (seen.is_agent and detector == "never_joined"):
+        return _about(seen, detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, since, "manager", text)
+    text += f"; nothing else on {seen.node} was heard since"
+    return _about(seen, detector, Verdict.UNKNOWN, Cause.NODE, Remedy.NONE, since, "manager", text)
+
+
+# ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def no_progress(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """Beats go on, ``done`` does not rise, in a phase that must progress."""
+    if not _works(seen) or waits(seen) or not phase(_phase(seen)).progresses:
+        return _NOTHING
+    return _stands(seen, limits, now, "no_progress", Verdict.FAIL, "no progress")
+
+
+def phase_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It does not come out of a phase that must end, and shows no progress in it either.
+
+    Of a phase that is not declared nobody knows how long it may last: a warning, no more.
+    """
+    declared = phase(_phase(seen))
+    if not _works(seen) or waits(seen) or declared.progresses or declared.longest == inf:
+        return _NOTHING
+    verdict = Verdict.FAIL if declared.name in PHASES else Verdict.WARN
+    return _stands(seen, limits, now, "phase_overdue", verdict, "it does not end")
+
+
+def wait_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It waits for too long. Raw material for ``blame.charge``, which never lets it through as it is."""
+    if not _works(seen) or not waits(seen):
+        return _NOTHING
+    whom = seen.waits_for or f"any {phase(_phase(seen)).waits_for}"
+    return _stands(seen, limits, now, "wait_overdue", Verdict.UNKNOWN, f"it waits for {whom}")
+
+
+def idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """A service does nothing: mostly because nobody asks. Raw material for ``blame.charge``, like ``wait_overdue``."""
+    if not _works(seen) or waits(seen) or phase(_phase(seen)).longest != inf or phase(_phase(seen)).progresses:
+        return _NOTHING
+    return _stands(seen, limits, now, "idle", Verdict.UNKNOWN, "it does nothing")
+
+
+def waits(seen: ReplicaSighting) -> bool:
+    """Whatever stops it is somebody else's: it says so, or its phase does."""
+    return seen.waits_for is not None or phase(_phase(seen)).waits_for is not None
+
+
+def _stands(seen: ReplicaSighting, limits: Limits, now: float, detector: str, verdict: Verdict, what: str) -> Judged:
+    deadline, how = _deadline(seen, limits)
+    due = seen.clock + deadline
+    if now < due:
+        return None, due
+    if seen.beats < _MISSES:  # too few have looked; the next beat will be looked at
+        return _NOTHING
+    remedy = Remedy.RESTART if verdict is Verdict.FAIL else Remedy.NONE
+    text = f"phase {seen.phase}: {what} within {how}"
+    return _about(seen, detector, verdict, Cause.HANG, remedy, seen.clock, "worker", text), inf
+
+
+def _deadline(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
+    """Seconds that the clock may run, and where the number comes from."""
+    declared = phase(_phase(seen))
+    if declared.longest == inf:
+        return declared.shortest, f"{declared.shortest:g} s"
+    if seen.usual is None:
+        deadline, how = declared.longest, "no usual duration yet"
+    else:
+        deadline = min(max(limits.adaptive * seen.usual, declared.shortest), declared.longest)
+        how = f"{limits.adaptive:g} x usual {seen.usual:.3g} s, within {declared.shortest:g} to {declared.longest:g} s"
+    if seen.first_pass:
+        deadline, how = deadline + limits.first_pass, f"{how}; first pass + {limits.first_pass:g} s"
+    return deadline, f"{deadline:.4g} s ({how})"
+
+
+PROGRESS_DETECTORS: tuple[Detector, ...] = (
+    exit_record, step_gone, never_joined, worker_silence, no_progress, phase_overdue, wait_overdue, idle
+)  # fmt: skip
+
+
+# ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def node_down(seen: NodeSighting, limits: Limits, now: float) -> Judged:
+    """The cluster says that it is down: proof."""
+    if seen.down_said is None:
+        return _NOTHING
+    since, words = seen.down_said
+    evidence = (Evidence("cluster", f"down: {words}" if words else "down", since),)
+    return _node_finding(seen, "node_down", Verdict.FAIL, Remedy.EXCLUDE, since, evidence, proof=True), inf
+
+
+def node_lost(seen: NodeSighting, limits: Limits, now: float) -> Judged:
+    """Its agent is silent. That alone is a warning; a second witness, the silence of every replica there, condemns it.
+
+    Replicas that never joined have not been heard and so cannot fall silent: they witness only where none joined, and
+    once their join deadline has passed. Whoever ended, or left before it fell silent, is no witness.
+    """
+    agent = seen.agent or seen.former_agent
+    if agent is None or not _witness(agent, limits):
+        return _NOTHING
+    agent_due = _speaks_by(agent, limits)
+    witnesses = [one for one in (*seen.residents.values(), *seen.departed.values()) if _witness(one, limits)]
+    joined = [one for one in witnesses if one.status == "joined"]
+    dues = [_speaks_by(one, limits) for one in witnesses]
+    lost = max(_speaks_by(one, limits) for one in joined) if joined else min(dues, default=inf)
+    lost = max(lost, agent_due)
+    text = f"agent {agent.life} is silent" if agent.status == "joined" else f"agent {agent.life} never joined"
+    evidence = [Evidence("manager", text, agent.last_heard)]
+    if now >= lost:
+        silent = sorted(str(one.life) for one in (joined or witnesses) if now >= _speaks_by(one, limits))
+        since = agent.last_heard if seen.last_heard is None else seen.last_heard
+        evidence.append(Evidence("manager", f"silent too: {_few(silent)}", since))
+        return _node_finding(seen, "node_lost", Verdict.FAIL, Remedy.EXCLUDE, since, tuple(evidence)), inf
+    if now >= agent_due and agent.status == "joined":
+        since = agent.last_heard
+        return _node_finding(seen, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost
+    return None, agent_due if now < agent_due else lost
+
+
+NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost)
+
+
+def _witness(seen: ReplicaSighting, limits: Limits) -> bool:
+    """Its silence says something: it did not end, and if it was to leave, it was overdue before that."""
+    left = seen.leaving_at is not None and seen.leaving_at < _speaks_by(seen, limits)
+    return not seen.ended and not left
+
+
+# ── small change ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _patience(limits: Limits) -> float:
+    """``_MISSES`` beats, and one more for the last of them to arrive."""
+    return (_MISSES + 1) * limits.beat
+
+
+def _silence(limits: Limits) -> float:
+    return max(limits.silence, _patience(limits))
+
+
+def _speaks_by(seen: ReplicaSighting, limits: Limits) -> float:
+    """When its silence becomes a fact."""
+    if seen.status == "launched":
+        return seen.launched_at + limits.join
+    return seen.last_heard + _silence(limits)
+
+
+def _expected_to_speak(seen: ReplicaSighting) -> bool:
+    return not seen.ended and seen.leaving_at is None
+
+
+def _works(seen: ReplicaSighting) -> bool:
+    return _expected_to_speak(seen) and seen.status == "joined" and not seen.is_agent and seen.phase is not None
+
+
+def _phase(seen: ReplicaSighting) -> str:
+    return seen.phase or ""
+
+
+def _how_it_ended(code: int | None, signal: int | None, why: str) -> str:
+    if signal is not None:
+        name = Signals(signal).name if signal in set(Signals) else "unnamed"
+        return f"ended by signal {signal} ({name}); {why}"
+    if code is None:
+        return why
+    return f"exited with code {code}" + (" without a goodbye" if code == 0 else "") + f"; {why}"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _about(
+    seen: ReplicaSighting, detector: str, verdict: Verdict, cause: Cause, remedy: Remedy, since: float, source: str,
+    text: str, proof: bool = False,
+) -> Finding:  # fmt: skip
+    evidence = (Evidence(source, text, since),)
+    return Finding(detector, verdict, cause, remedy, since, evidence, life=seen.life, proof=proof)
+
+
+def _node_finding(
+    seen: NodeSighting, detector: str, verdict: Verdict, remedy: Remedy, since: float, evidence: tuple[Evidence, ...],
+    proof: bool = False,
+) -> Finding:  # fmt: skip
+    return Finding(detector, verdict, Cause.NODE, remedy, since, evidence, node=seen.node, proof=proof)

@@ -1,0 +1,320 @@
+"""The last thing seen of each replica and each node: what the detectors look at.
+
+Volatile, and rebuilt by listening: silence is not in the journal (HOUSE.md, decision 1). Plain values only: health
+knows neither messages nor the cluster seam. ``now`` is always the manager's clock (s) at receipt; other hosts' times
+never get here. Lives that the manager did not launch or welcome are ignored, and so is an older life of any replica.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec import Struct
+
+from rrl.spec.phases import phase as phase_named
+from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, role_of
+
+_WINDOW = 32
+"""durations remembered per role and phase"""
+_ENOUGH = 3
+"""durations before one speaks of usual (peers.md 5d: three in a row)"""
+
+
+class StepEnd(Struct, frozen=True):
+    """How the step of a life ended; ``at`` is when the manager learned it."""
+
+    code: int | None
+    signal: int | None
+    why: str
+    at: float
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaSighting:
+    """One life of one replica (an agent is one too), as last seen."""
+
+    life: Life
+    home: NodeSighting = field(repr=False)
+    launched_at: float
+    """or when this manager began to listen, if that is later"""
+    last_heard: float
+    last_source: str = "launch"
+    status: Literal["launched", "joined"] = "launched"
+    joined_at: float | None = None
+    phase: str | None = None
+    phase_since: float = 0.0
+    done: int | None = None
+    done_changed_at: float = 0.0
+    """when ``done`` last rose"""
+    waits_for: ReplicaId | None = None
+    beats: int = 0
+    """beats heard since ``clock``: so many observations say that it stands still"""
+    usual: float | None = None
+    """robust usual duration of this phase (s), frozen when ``clock`` started: a running deadline never moves"""
+    passed: set[str] = field(default_factory=set)
+    """phases that this life has been through once: their first-pass grace is spent"""
+    whole: bool = False
+    """the beginning of what ``clock`` measures was seen, so that its duration means something"""
+    exit: StepEnd | None = None
+    gone_witnessed_at: float | None = None
+    leaving_at: float | None = None
+    """it said Goodbye, or was asked to stop: from then on its end and its silence are expected"""
+
+    @property
+    def node(self) -> NodeName:
+        return self.home.node
+
+    @property
+    def is_agent(self) -> bool:
+        return role_of(self.life.replica) == AGENT
+
+    @property
+    def ended(self) -> bool:
+        return self.exit is not None or self.gone_witnessed_at is not None
+
+    @property
+    def clock(self) -> float:
+        """Since when nothing has moved: the phase began, or ``done`` last rose."""
+        return max(self.phase_since, self.done_changed_at)
+
+    @property
+    def first_pass(self) -> bool:
+        return self.phase not in self.passed
+
+
+@dataclass(slots=True, eq=False)
+class NodeSighting:
+    """One node: who lives there, when anything there was last heard, and what the cluster says of it."""
+
+    node: NodeName
+    agent: ReplicaSighting | None = None
+    former_agent: ReplicaSighting | None = field(default=None, repr=False)
+    """forgotten since anything here was last heard, like ``departed``"""
+    boot: str = ""
+    last_heard: float | None = None
+    """of anything on it, agent or replica"""
+    residents: dict[Life, ReplicaSighting] = field(default_factory=dict, repr=False)
+    departed: dict[Life, ReplicaSighting] = field(default_factory=dict, repr=False)
+    """replaced or forgotten since anything here was last heard. Without them a lost node would look well as soon as its
+    replicas are started elsewhere"""
+    state: str | None = None
+    """the cluster's last word; None = it has not spoken yet"""
+    detail: str = ""
+    """its words when it first said so"""
+    since: float = 0.0
+    observations: int = 0
+    """readings in a row that said so"""
+    down_said: tuple[float, str] | None = None
+    """since when, and with which words, it was last called down"""
+
+
+class Watch:
+    """Everything seen, by replica and by node. Whoever hears something tells it here; detectors only read."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaId, ReplicaSighting] = {}
+        self.nodes: dict[NodeName, NodeSighting] = {}
+        self.touched: set[NodeName] = set()
+        """nodes where anything was seen since the last ``detect``, which empties it"""
+        self.memo: object = None
+        """``guards.detect`` remembers here what it concluded; nobody else reads it"""
+        self._usual: dict[tuple[str, str], deque[float]] = {}
+        self._forgotten: dict[ReplicaId, int] = {}
+
+    # ── told by the manager ──────────────────────────────────────────────────────────────────────────────────────────
+    def launched(self, life: Life, node: NodeName, now: float) -> None:
+        """It was started, or is believed to run since before this manager. Its join deadline counts from here."""
+        self._sighting(life, node, now)
+
+    def leaving(self, life: Life, now: float) -> None:
+        """It said Goodbye or was asked to stop."""
+        if (seen := self._known(life)) and seen.leaving_at is None:
+            seen.leaving_at = now
+
+    def forget(self, life: Life) -> None:
+        """It is not believed any more; what it may still say is ignored."""
+        replica = life.replica
+        self._forgotten[replica] = max(life.incarnation, self._forgotten.get(replica, -1))
+        seen = self.replicas.get(replica)
+        if seen is not None and seen.life <= life:
+            self._depart(seen)
+            del self.replicas[replica]
+
+    def forget_node(self, node: NodeName) -> None:
+        """It was given back: nothing about it, nor about who was still there, is judged any more."""
+        if (home := self.nodes.get(node)) is None:
+            return
+        for seen in [*home.residents.values(), *([home.agent] if home.agent else [])]:
+            self.forget(seen.life)
+        del self.nodes[node]
+
+    def restart(self, now: float) -> None:
+        """A new manager, or one that was paused: everything counts anew from here, as if launched now.
+
+        Proof stays (an exit record, a witnessed end), and so do usual durations; silence from before is not judged.
+        """
+        for seen in self.replicas.values():
+            seen.status, seen.joined_at, seen.last_source = "launched", None, "restart"
+            seen.launched_at = seen.last_heard = seen.phase_since = seen.done_changed_at = now
+            seen.beats, seen.whole = 0, False
+        for home in self.nodes.values():
+            home.last_heard = home.state = home.down_said = None
+            home.detail, home.since, home.observations = "", now, 0
+            home.departed.clear()
+            home.former_agent = None
+            self.touched.add(home.node)
+
+    # ── heard from replicas ──────────────────────────────────────────────────────────────────────────────────────────
+    def joined(self, life: Life, node: NodeName, phase: str, now: float) -> None:
+        """A Hello, first or repeated. It tells where the life really runs."""
+        if (seen := self._sighting(life, node, now)) is None:
+            return
+        if seen.node != node and not seen.is_agent:
+            seen.home.residents.pop(life, None)
+            self.touched.add(seen.node)
+            seen.home = self._node(node)
+            seen.home.residents[life] = seen
+        self._heard(seen, "hello", now)
+        if seen.phase != phase:
+            self._begin(seen, phase, now)
+
+    def heard(self, life: Life, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+        """A beat. A phase that is news (its ``entered`` was lost) begins now."""
+        if seen := self._known(life):
+            self._heard(seen, "beat", now)
+            seen.beats += 1
+            self._advance(seen, done, now)
+            if seen.phase != phase:
+                self._begin(seen, phase, now)
+            seen.waits_for = waits_for
+
+    def entered(self, life: Life, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+        """A phase begins: a new pass, even of the phase that it was in."""
+        if seen := self._known(life):
+            self._heard(seen, "entered", now)
+            self._advance(seen, done, now)
+            self._begin(seen, phase, now)
+            seen.waits_for = waits_for
+
+    def step_ended(self, life: Life, code: int | None, signal: int | None, why: str, now: float) -> None:
+        """Its exit record, told or read; the first one counts. ``unwanted`` is a second step of the same tag that was
+        sent away, and says nothing about the one that was admitted."""
+        if (seen := self._known(life)) and seen.exit is None and why != "unwanted":
+            seen.exit = StepEnd(code, signal, why, now)
+
+    def gone(self, life: Life, now: float) -> None:
+        """The agent witnessed that its first process is no more, without an exit record."""
+        if (seen := self._known(life)) and seen.gone_witnessed_at is None:
+            seen.gone_witnessed_at = now
+
+    # ── heard about nodes ────────────────────────────────────────────────────────────────────────────────────────────
+    def agent_heard(self, node: NodeName, life: Life, now: float, boot: str = "") -> None:
+        """A node's agent spoke: Hello (with its boot id) or beat."""
+        if seen := self._sighting(life, node, now):
+            self._heard(seen, "agent", now)
+            seen.home.boot = boot or seen.home.boot
+
+    def cluster_node(self, node: NodeName, state: str, detail: str, now: float) -> None:
+        """One reading of the cluster. ``unknown`` changes nothing: it is neither healthy nor gone."""
+        if state == "unknown":
+            return
+        home = self._node(node)
+        if home.state != state:
+            home.state, home.detail, home.since, home.observations = state, detail, now, 0
+            if state == "down" and home.down_said is None:
+                home.down_said = (now, detail)
+        home.observations += 1
+        if state != "down" and home.observations >= 2:  # peers.md 5d: two good readings to trust again
+            home.down_said = None
+
+    def workers(self) -> Iterator[ReplicaSighting]:
+        """Every replica but the agents."""
+        return (seen for seen in self.replicas.values() if not seen.is_agent)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _node(self, node: NodeName) -> NodeSighting:
+        self.touched.add(node)
+        return self.nodes.setdefault(node, NodeSighting(node))
+
+    def _known(self, life: Life) -> ReplicaSighting | None:
+        seen = self.replicas.get(life.replica)
+        if seen is None or seen.life != life:
+            return None
+        self.touched.add(seen.node)
+        return seen
+
+    def _sighting(self, life: Life, node: NodeName, now: float) -> ReplicaSighting | None:
+        """The sighting of this life, made when it is newer than what is known; None when it is not believed."""
+        old = self.replicas.get(life.replica)
+        if old is not None and old.life == life:
+            self.touched.add(old.node)
+            return old
+        if (old is not None and old.life > life) or life.incarnation <= self._forgotten.get(life.replica, -1):
+            return None
+        if old is not None:
+            self._depart(old)
+        home = self._node(node)
+        seen = ReplicaSighting(life, home, launched_at=now, last_heard=now, done_changed_at=now)
+        self.replicas[life.replica] = seen
+        if seen.is_agent:
+            home.agent, home.former_agent = seen, None
+        else:
+            home.residents[life] = seen
+        return seen
+
+    def _depart(self, seen: ReplicaSighting) -> None:
+        home = seen.home
+        self.touched.add(home.node)
+        if home.agent is seen:
+            home.agent, home.former_agent = None, seen
+        elif home.residents.pop(seen.life, None):
+            home.departed[seen.life] = seen
+
+    def _heard(self, seen: ReplicaSighting, source: str, now: float) -> None:
+        if seen.status == "launched":
+            seen.status, seen.joined_at = "joined", now
+        seen.last_heard, seen.last_source = now, source
+        home = seen.home
+        home.last_heard, home.former_agent = now, None
+        home.departed.clear()
+
+    def _advance(self, seen: ReplicaSighting, done: int, now: float) -> None:
+        """``done`` as told: a rise restarts the clock. What is told first after a silence is only where it stands."""
+        before, seen.done = seen.done, done if seen.done is None else max(done, seen.done)
+        if before is None or done <= before:
+            return
+        if seen.phase is not None and phase_named(seen.phase).progresses:
+            self._took(seen, now)
+            seen.whole = True
+            seen.passed.add(seen.phase)
+            seen.usual = self._usual_of(seen)
+        seen.done_changed_at = now
+        seen.beats = 0
+
+    def _begin(self, seen: ReplicaSighting, phase: str, now: float) -> None:
+        if seen.phase is not None and not phase_named(seen.phase).progresses:
+            self._took(seen, now)
+            seen.passed.add(seen.phase)
+        seen.whole = seen.phase is not None  # of the first phase heard of, the beginning was not seen
+        seen.phase, seen.phase_since, seen.beats = phase, now, 0
+        seen.usual = self._usual_of(seen)
+
+    def _took(self, seen: ReplicaSighting, now: float) -> None:
+        """Remember how long this took: a pass of a phase, or where progress counts the gap between two rises."""
+        assert seen.phase is not None
+        if seen.whole and not seen.first_pass:  # a first pass compiles and warms up: not usual
+            since = seen.clock if phase_named(seen.phase).progresses else seen.phase_since
+            durations = self._usual.setdefault(_role_phase(seen), deque(maxlen=_WINDOW))
+            durations.append(now - since)
+
+    def _usual_of(self, seen: ReplicaSighting) -> float | None:
+        """The median over all replicas of the role: a replacement inherits it, one outlier does not move it."""
+        durations = self._usual.get(_role_phase(seen), ())
+        return sorted(durations)[len(durations) // 2] if len(durations) >= _ENOUGH else None
+
+
+def _role_phase(seen: ReplicaSighting) -> tuple[str, str]:
+    return role_of(seen.life.replica), seen.phase or ""

@@ -1,0 +1,136 @@
+"""What the manager can do to the world, each with its reason. The executor journals each as an intent first."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from rrl.manager.cluster import Ask
+from rrl.spec.faults import Fault
+from rrl.spec.words import Life, NodeName, Outcome
+
+
+class Rung(StrEnum):
+    """The repair ladder of docs/architecture.md; the first rung that fits the evidence is taken."""
+
+    IN_PLACE = "restart in place"
+    SPARE = "spare node"
+    REPLACEMENT = "replacement allocation"
+    DEGRADED = "go on degraded"
+    GIVE_UP = "release everything"
+
+
+class Why(Struct, frozen=True):
+    """Why an action is taken: the evidence it was made from, the rung, and what is expected of it by when."""
+
+    evidence: tuple[str, ...]
+    rung: Rung | None = None
+    expects: str = ""
+    by: float | None = None
+
+
+class Request(Struct, frozen=True, tag=True):
+    """Ask the cluster for nodes."""
+
+    ask: Ask
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return self.ask.tag
+
+
+class Release(Struct, frozen=True, tag=True):
+    """Give an allocation back."""
+
+    allocation: str
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.allocation}!release"
+
+
+class Launch(Struct, frozen=True, tag=True):
+    """Start one life of a replica (or of an agent) on a node."""
+
+    life: Life
+    step: str
+    """tag of the step"""
+    allocation: str
+    node: NodeName
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return self.step
+
+
+class StopStep(Struct, frozen=True, tag=True):
+    """End a step, whoever lives in it."""
+
+    step: str
+    life: Life
+    grace: float
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.step}!stop"
+
+
+class Perform(Struct, frozen=True, tag=True):
+    """Have the agent on the target's node perform a planned fault."""
+
+    fault: Fault
+    step: str
+    node: NodeName
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"fault:{self.fault.id}"
+
+
+class Fence(Struct, frozen=True, tag=True):
+    """From now on a life is not believed. Decided and done in one: no intent, the event itself is the deed."""
+
+    life: Life
+    rung: Rung
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.life}!fence"
+
+
+class Exclude(Struct, frozen=True, tag=True):
+    """A node is no longer used by this run."""
+
+    node: NodeName
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.node}!exclude"
+
+
+class Finish(Struct, frozen=True, tag=True):
+    """The run is over, or is to be ended: ``outcome`` is decided here and does not change afterwards."""
+
+    outcome: Outcome
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return "finish"
+
+
+Outside = Request | Release | Launch | StopStep | Perform
+"""Actions with a side effect outside: intent first, then the deed, then its result."""
+
+Decision = Fence | Exclude | Finish
+"""Actions that only change what is believed: the journal record is the deed."""
+
+Action = Outside | Decision

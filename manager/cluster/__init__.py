@@ -1,0 +1,121 @@
+"""The cluster seam: a few verbs and what can be observed. ``local`` and ``slurm`` are its two implementations.
+
+Every ask carries the tag that it is found again by. There is no return value to trust: ``Refused`` = certainly not
+done; ``Unanswered`` = nobody knows, the next :meth:`Cluster.observe` settles it by tag. No third outcome.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from rrl.spec.jobview import Resources
+from rrl.spec.words import NodeName
+
+
+class Refused(Exception):
+    """Certainly not done. The text says what the cluster said."""
+
+
+class Unanswered(Exception):
+    """Nobody knows whether it was done: a timeout, a lost connection, an answer that cannot be read."""
+
+
+class Ask(Struct, frozen=True):
+    """Nodes wanted: ``count`` whole nodes of one shape under one tag (form ``pool``)."""
+
+    tag: str
+    count: int
+    node: Resources
+    walltime: float
+    exclude: tuple[NodeName, ...] = ()
+    sbatch: dict[str, str] = {}
+    """further sbatch options, name without dashes"""
+    comment: str = ""
+
+
+class Step(Struct, frozen=True):
+    """One member to launch on one node of an allocation. What it runs is in its launch file."""
+
+    tag: str
+    allocation: str
+    """tag of the allocation"""
+    node: NodeName
+    each: Resources
+    launch_file: Path
+    log_file: Path
+    overlap: bool = False
+    """only for agents: share the node's resources instead of taking some"""
+    agent: bool = False
+    """run the node agent (:mod:`rrl.roles.agent`) rather than the step launcher (:mod:`rrl.roles.step`)"""
+
+
+class NodeState(StrEnum):
+    UP = "up"
+    DRAINING = "draining"
+    DOWN = "down"
+    UNKNOWN = "unknown"
+
+
+class AllocationState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class NodeSeen(Struct, frozen=True):
+    state: NodeState
+    detail: str = ""
+    """the cluster's own words: state with flags, reason"""
+
+
+class AllocationSeen(Struct, frozen=True):
+    state: AllocationState
+    job: str
+    """the cluster's id: a Slurm job id"""
+    nodes: tuple[NodeName, ...] = ()
+    detail: str = ""
+    """pending reason, end state"""
+
+
+class Observed(Struct, frozen=True):
+    """One look at the cluster. A part that could not be read is None: unknown, which is neither healthy nor gone.
+
+    An allocation or step that is absent from a part that *was* read is not (or no longer) listed by the cluster.
+    """
+
+    nodes: dict[NodeName, NodeSeen] | None
+    allocations: dict[str, AllocationSeen] | None
+    """by tag"""
+    steps: dict[str, NodeName] | None
+    """tag of each listed step of this run, and its node"""
+    unknown: str = ""
+    """why a part is None"""
+
+
+class Cluster(Protocol):
+    """All methods raise only Refused or Unanswered, and return within a deadline of their own."""
+
+    async def request(self, ask: Ask) -> None:
+        """Ask for nodes; they appear in :meth:`observe` under ``ask.tag``."""
+
+    async def release(self, tag: str) -> None:
+        """Give an allocation back with everything that runs in it. Releasing what is gone is done."""
+
+    async def launch(self, step: Step) -> None:
+        """Start a step. Returns once it was handed over; that it runs is known from its own ``Wanted``."""
+
+    async def joined(self, tag: str) -> None:
+        """The step's first process has spoken to us: whatever only carried the launch can go (srun is killed -9)."""
+
+    async def stop(self, tag: str, grace: float) -> None:
+        """End a step: SIGTERM, ``grace`` s, SIGKILL. Stopping what is gone is done."""
+
+    async def observe(self) -> Observed:
+        """Nodes, allocations and steps of this run as the cluster tells them now. Raises nothing."""
+
+    async def close(self) -> None:
+        """Let go of local resources (child processes that only carried launches). Leaves steps running."""

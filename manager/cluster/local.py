@@ -1,0 +1,248 @@
+"""The embedded cluster: virtual nodes on this machine. A node is a name; a step is a process in its own session.
+
+Everything that it knows lies in ``run_dir/cluster``, so that the next manager finds it again after a kill -9:
+``<tag>.json`` an allocation, ``steps/<tag>.json`` a step (written before its launch and again after it),
+``down/<node>`` a mark that the node is down. A step whose second record is missing is settled by the mark that its
+processes carry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from rrl.manager.cluster import (
+    AllocationSeen,
+    AllocationState,
+    Ask,
+    NodeSeen,
+    NodeState,
+    Observed,
+    Refused,
+    Step,
+    Unanswered,
+)  # fmt: skip
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
+from rrl.spec.rundir import RunDir, write_atomically
+from rrl.spec.words import NodeName
+
+STOP_MARGIN = 2.0
+"""s beyond the grace: the step, told to stop, kills its own group at the end of the grace and writes the exit record;
+killing it in that moment would lose the record"""
+RELEASE_GRACE = 5.0
+"""s for steps to end when their allocation is given back under them; the manager normally stops them before"""
+SWEEP_WITHIN = 10.0
+"""s for SIGKILLed processes to end; after that they hang in the kernel and nobody knows"""
+_INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+"""what the first process of a step gets from us; the role's own environment is in the launch file"""
+
+
+_Record = TypeVar("_Record", bound=Struct)
+
+
+class _Allocation(Struct, frozen=True):
+    nodes: tuple[NodeName, ...]
+
+
+class _Launched(Struct, frozen=True):
+    allocation: str
+    node: NodeName
+    launch_file: str
+    pid: int = 0
+    """0: about to be launched"""
+    started: int = 0
+
+
+def down_mark(run_dir: RunDir, node: NodeName) -> Path:
+    """While this file exists, the virtual node is down: seen as such, and nothing is launched there."""
+    return run_dir.cluster / "down" / node
+
+
+class LocalCluster:
+    """``nodes``: how many virtual nodes ``local1``, ``local2`` ... there are; None = as many as are asked for."""
+
+    def __init__(self, run_dir: RunDir, nodes: int | None = None, python: str = sys.executable) -> None:
+        self._run = run_dir
+        self._limit = nodes
+        self._python = python
+        self._steps = run_dir.cluster / "steps"
+        self._children: dict[int, tuple[subprocess.Popen[bytes], asyncio.AbstractEventLoop]] = {}
+        """by pidfd, so that none stays a zombie"""
+        for folder in (self._steps, run_dir.cluster / "down"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    async def request(self, ask: Ask) -> None:
+        if self._allocation_file(ask.tag).exists():
+            return
+        taken = {node for allocation in self._allocations().values() for node in allocation.nodes}
+        bad = taken | set(ask.exclude) | self._down()
+        last = self._limit if self._limit is not None else len(bad) + ask.count
+        free = [node for n in range(1, last + 1) if (node := NodeName(f"local{n}")) not in bad]
+        if len(free) < ask.count:
+            raise Refused(f"{ask.count} nodes wanted, {len(free)} of {last} are free and up")
+        self._write(self._allocation_file(ask.tag), _Allocation(tuple(free[: ask.count])))
+
+    async def release(self, tag: str) -> None:
+        held = [step for step, launched in self._launched().items() if launched.allocation == tag]
+        ends = await asyncio.gather(*(self.stop(step, RELEASE_GRACE) for step in held), return_exceptions=True)
+        if failed := [end for end in ends if isinstance(end, BaseException)]:
+            raise failed[0]
+        self._forget(self._allocation_file(tag))
+
+    async def launch(self, step: Step) -> None:
+        allocation = self._allocations().get(step.allocation)
+        if allocation is None or step.node not in allocation.nodes:
+            raise Refused(f"{step.node} is not in an allocation {step.allocation}")
+        if step.node in self._down():
+            raise Refused(f"{step.node} is down")
+        record = self._step_file(step.tag)
+        before = self._launched().get(step.tag)
+        if before is not None and (before.pid or self._find(before)):
+            raise Refused(f"{step.tag} was launched before")
+        launched = _Launched(step.allocation, step.node, str(step.launch_file))
+        self._write(record, launched)
+        try:
+            first = self._start(step)
+        except OSError as error:
+            record.unlink()
+            raise Refused(f"cannot start {self._python}: {error}") from error
+        if first is not None:
+            self._write(record, msgspec.structs.replace(launched, pid=first.pid, started=first.started))
+
+    async def joined(self, tag: str) -> None:
+        """Nothing carries a local launch."""
+
+    async def stop(self, tag: str, grace: float) -> None:
+        launched = self._launched().get(tag)
+        if launched is None:
+            return
+        if (first := self._find(launched)) and grace > 0 and send(first, signal.SIGTERM):
+            await _ended(first, grace + STOP_MARGIN)
+
+        def leftovers() -> list[Process]:
+            return [process for process in processes(str(self._run.steps)) if process.launch == launched.launch_file]
+
+        _, alive = await asyncio.to_thread(sweep, leftovers, SWEEP_WITHIN)
+        if alive:
+            raise Unanswered(f"{tag}: pid {alive[0].pid} does not end on SIGKILL")
+        self._forget(self._step_file(tag))
+
+    async def observe(self) -> Observed:
+        try:
+            allocations = self._allocations()
+            steps = {tag: launched.node for tag, launched in self._launched().items() if self._find(launched)}
+            down = self._down()
+        except Refused as error:
+            return Observed(None, None, None, unknown=str(error))
+        names = {node for allocation in allocations.values() for node in allocation.nodes} | down
+        names |= {NodeName(f"local{n}") for n in range(1, (self._limit or 0) + 1)}
+        return Observed(
+            nodes={node: NodeSeen(NodeState.DOWN, "marked down") if node in down else NodeSeen(NodeState.UP)
+                   for node in sorted(names)},
+            allocations={tag: AllocationSeen(AllocationState.RUNNING, tag, allocation.nodes)
+                         for tag, allocation in allocations.items()},
+            steps=steps,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        for fd, (child, loop) in list(self._children.items()):
+            loop.remove_reader(fd)
+            os.close(fd)
+            if child.poll() is None:
+                child.returncode = 0  # it is meant to live: no ResourceWarning
+        self._children.clear()
+
+    # ── records ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _allocation_file(self, tag: str) -> Path:
+        return self._run.cluster / f"{tag}.json"
+
+    def _step_file(self, tag: str) -> Path:
+        return self._steps / f"{tag}.json"
+
+    def _write(self, path: Path, record: Struct) -> None:
+        try:
+            write_atomically(path, msgspec.json.encode(record))
+        except OSError as error:
+            raise Refused(f"{path}: {error}") from error
+
+    def _forget(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise Unanswered(f"{path}: {error}") from error
+
+    def _allocations(self) -> dict[str, _Allocation]:
+        return _records(self._run.cluster, _Allocation)
+
+    def _launched(self) -> dict[str, _Launched]:
+        return _records(self._steps, _Launched)
+
+    def _down(self) -> set[NodeName]:
+        try:
+            return {NodeName(name) for name in os.listdir(self._run.cluster / "down")}
+        except OSError as error:
+            raise Refused(str(error)) from error
+
+    # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _start(self, step: Step) -> Process | None:
+        """The first process; None when it has ended already."""
+        module = AGENT_MODULE if step.agent else STEP_MODULE
+        env = {LAUNCH_ENV: str(step.launch_file)}
+        env |= {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        with open(os.open(step.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+            # -P: the folder that we happen to be in is not searched for modules
+            child = subprocess.Popen(
+                [self._python, "-P", "-m", module, str(step.launch_file)], env=env, cwd=self._run.path,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        fd, loop = os.pidfd_open(child.pid), asyncio.get_running_loop()
+        self._children[fd] = child, loop
+        loop.add_reader(fd, self._reap, fd)
+        return look(child.pid)
+
+    def _reap(self, fd: int) -> None:
+        child, loop = self._children.pop(fd)
+        loop.remove_reader(fd)
+        os.close(fd)
+        child.wait()
+
+    def _find(self, launched: _Launched) -> Process | None:
+        """The living first process of a step."""
+        if launched.pid:
+            process = look(launched.pid)
+            return process if process is not None and process.started == launched.started else None
+        return next((process for process in processes(str(self._run.steps))
+                     if process.launch == launched.launch_file and process.module), None)  # fmt: skip
+
+
+def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:
+    """By tag. Raises Refused: nothing is done from records that cannot be read."""
+    try:
+        return {path.stem: msgspec.json.decode(path.read_bytes(), type=kind)
+                for path in sorted(folder.iterdir()) if path.suffix == ".json" and path.name[0] != "."}  # fmt: skip
+    except (OSError, msgspec.DecodeError) as error:
+        raise Refused(f"{folder}: {error}") from error
+
+
+async def _ended(process: Process, within: float) -> None:
+    """Returns when the process has ended, or after ``within`` s."""
+    fd = open_pidfd(process)
+    if fd is None:
+        return
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    loop.add_reader(fd, lambda: over.done() or over.set_result(None))
+    try:
+        await asyncio.wait([over], timeout=within)
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

@@ -1,0 +1,179 @@
+"""What happened, never what to do: one tagged union, the records of the journal.
+
+Every record is a :class:`Stamped` event. New fields have defaults; unknown fields are ignored; an unknown tag is
+reported by the journal and nothing is decided from a journal that cannot be read.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from rrl.manager.actions import Decision, Outside
+from rrl.manager.cluster import AllocationSeen, NodeSeen
+from rrl.spec.jobview import JobView
+from rrl.spec.words import Finding, Life, NodeName, Outcome, ReplicaId, Version
+
+
+class RunStarted(Struct, frozen=True, tag=True):
+    """First record of a run."""
+
+    run: str
+    job: JobView
+
+
+class ManagerStarted(Struct, frozen=True, tag=True):
+    """First record of every manager epoch."""
+
+    host: str
+    pid: int
+    job: str = ""
+    """Slurm job of the manager itself, if it runs in one"""
+
+
+class ManagerStopped(Struct, frozen=True, tag=True):
+    """The manager leaves in order."""
+
+    why: str
+
+
+class Intended(Struct, frozen=True, tag=True):
+    """An action with an effect outside is about to be tried."""
+
+    action: Outside
+
+
+class Done(Struct, frozen=True, tag=True):
+    """An intent is settled: ``ok``, or certainly not done (``detail`` says what the cluster said)."""
+
+    tag: str
+    ok: bool
+    detail: str = ""
+
+
+class Decided(Struct, frozen=True, tag=True):
+    """The planner decided something that changes only what is believed."""
+
+    action: Decision
+
+
+class AllocationChanged(Struct, frozen=True, tag=True):
+    """The cluster tells an allocation of ours differently than before; None = no longer listed."""
+
+    tag: str
+    seen: AllocationSeen | None
+
+
+class NodeChanged(Struct, frozen=True, tag=True):
+    node: NodeName
+    seen: NodeSeen
+
+
+class AgentJoined(Struct, frozen=True, tag=True):
+    life: Life
+    node: NodeName
+    host: str
+    pid: int
+
+
+class Admitted(Struct, frozen=True, tag=True):
+    """The step's first process really runs: its launch is settled. ``node`` is where it says that it is."""
+
+    life: Life
+    step: str
+    node: NodeName
+    pid: int
+
+
+class Joined(Struct, frozen=True, tag=True):
+    """A worker said Hello in this life."""
+
+    life: Life
+    node: NodeName
+    host: str
+    pid: int
+    listens: str | None = None
+    serves: str | None = None
+
+
+class StepEnded(Struct, frozen=True, tag=True):
+    """The first process of a step is gone, by its own exit record or by a witness."""
+
+    life: Life
+    step: str
+    code: int | None
+    signal: int | None
+    why: str
+
+
+class PhaseEntered(Struct, frozen=True, tag=True):
+    life: Life
+    phase: str
+    waits_for: ReplicaId | None = None
+
+
+class FirstWorkDone(Struct, frozen=True, tag=True):
+    """The first unit of work in this life: a replacement generates again."""
+
+    life: Life
+
+
+class VersionHeld(Struct, frozen=True, tag=True):
+    """A life holds a complete, verified weight version."""
+
+    life: Life
+    version: Version
+
+
+class StepCommitted(Struct, frozen=True, tag=True):
+    """The store recorded the commit of a trainer step."""
+
+    life: Life
+    step: int
+    metrics: dict[str, float] = {}
+
+
+class FindingChanged(Struct, frozen=True, tag=True):
+    """A detector concludes something else than before; OK clears the finding of the same key."""
+
+    finding: Finding
+
+
+class FaultInjected(Struct, frozen=True, tag=True):
+    """The truth about an injected fault, so that detection can be scored and reports tell injected from real."""
+
+    fault: str
+    life: Life
+    ok: bool
+    detail: str = ""
+
+
+class Commanded(Struct, frozen=True, tag=True):
+    """A person asked for something: ``cancel``."""
+
+    command: str
+    by: str
+    id: str
+    """of the mailbox file: a command is taken once"""
+
+
+class RunEnded(Struct, frozen=True, tag=True):
+    """Last record: everything is given back."""
+
+    outcome: Outcome
+    why: str
+
+
+Event = (
+    RunStarted | ManagerStarted | ManagerStopped | Intended | Done | Decided | AllocationChanged | NodeChanged
+    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | FirstWorkDone | VersionHeld | StepCommitted
+    | FindingChanged | FaultInjected | Commanded | RunEnded
+)  # fmt: skip
+
+
+class Stamped(Struct, frozen=True):
+    """``seq`` counts from 1 without gaps; ``at`` is the manager's wall clock (s), never decreasing within a journal."""
+
+    seq: int
+    at: float
+    epoch: int
+    event: Event

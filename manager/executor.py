@@ -1,0 +1,101 @@
+"""Carries out what was planned and journaled: the only caller of the cluster's verbs that change something.
+
+Every action here has been recorded as an intent and fsynced. Its result comes back as a ``Done`` event, or, where
+nobody knows (``Unanswered``), not at all: then the next look at the cluster settles it by its tag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rrl.manager.actions import Launch, Outside, Perform, Release, Request, StopStep
+from rrl.manager.cluster import Cluster, Refused, Step, Unanswered
+from rrl.manager.events import Done, Event
+from rrl.manager.lease import LeaseLost
+
+AGAIN = 5.0
+"""s before a stop or a release that nobody answered is asked for again: both are repeatable"""
+PERFORM_DEADLINE = 20.0
+"""s for an agent to say that it performed a fault"""
+STEP_MARGIN = 3.0
+"""s beyond a step's own grace before the cluster is asked to end it"""
+
+
+class Executor:
+    """``record`` takes the resulting events, ``prepare`` writes a launch file, ``tell`` asks a step to stop and returns
+    once it has ended (False: it did not), ``inject`` hands a fault to an agent, ``check`` raises LeaseLost."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        record: Callable[[Event], None],
+        prepare: Callable[[Launch], Step],
+        tell: Callable[[StopStep, float], Awaitable[bool]],
+        inject: Callable[[Perform], Awaitable[bool]],
+        check: Callable[[], None],
+    ) -> None:
+        self._cluster = cluster
+        self._record = record
+        self._prepare = prepare
+        self._tell = tell
+        self._inject = inject
+        self._check = check
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def busy(self) -> frozenset[str]:
+        """Tags of the actions that are being carried out."""
+        return frozenset(self._running)
+
+    def start(self, action: Outside) -> None:
+        """Carry out one journaled action in the background; the same one is not started twice at a time."""
+        if action.tag in self._running:
+            return
+        task = asyncio.create_task(self._settled(action), name=action.tag)
+        self._running[action.tag] = task
+        task.add_done_callback(lambda _: self._running.pop(action.tag, None))
+
+    async def close(self) -> None:
+        """Stop carrying out; what was begun is settled by the next manager."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _settled(self, action: Outside) -> None:
+        while True:
+            try:
+                self._check()
+                await self._carry_out(action)
+            except LeaseLost:
+                return
+            except Refused as error:
+                self._record(Done(action.tag, False, str(error)))
+                return
+            except Unanswered:
+                if isinstance(action, Request | Launch):
+                    return  # settled by its tag; asking twice could give two
+                await asyncio.sleep(AGAIN)
+            except OSError as error:  # the run directory: nothing was handed to the cluster
+                self._record(Done(action.tag, False, f"the run directory cannot be written: {error}"))
+                return
+            else:
+                return
+
+    async def _carry_out(self, action: Outside) -> None:
+        if isinstance(action, Request):
+            await self._cluster.request(action.ask)
+            self._record(Done(action.tag, True))
+        elif isinstance(action, Release):
+            await self._cluster.release(action.allocation)
+            self._record(Done(action.tag, True))
+        elif isinstance(action, Launch):
+            step = await asyncio.to_thread(self._prepare, action)
+            await self._cluster.launch(step)  # settled by the step's own Wanted, or by the cluster's listing
+        elif isinstance(action, StopStep):
+            if not await self._tell(action, action.grace + STEP_MARGIN):
+                await self._cluster.stop(action.step, action.grace)
+            self._record(Done(action.tag, True))
+        elif not await self._inject(action):
+            raise Refused("the agent of its node does not answer")

@@ -1,0 +1,155 @@
+"""From messages to events: who says what is checked against who is believed, and only what changed becomes an event.
+
+Nothing here decides. A beat only refreshes a sighting: no event, no disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rrl.health.sightings import Watch
+from rrl.manager import events as ev
+from rrl.manager.state import State, Status
+from rrl.spec.launch import read_exit
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, ReplicaId
+from rrl.transport import messages as msg
+from rrl.transport.control import Incoming
+
+Send = Callable[[bytes, Any, int | None], Awaitable[None]]
+
+
+class Ear:
+    """Hears for one manager. ``state`` gives the newest state, ``record`` takes events, ``send`` answers."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        watch: Watch,
+        state: Callable[[], State],
+        record: Callable[[ev.Event], None],
+        send: Send,
+        now: Callable[[], float],
+        welcome: Callable[[Life], msg.Welcome],
+        on_wanted: Callable[[str], None],
+    ) -> None:
+        self._run, self._watch, self._state, self._record, self._send = run, watch, state, record, send
+        self._now, self._welcome, self._on_wanted = now, welcome, on_wanted
+        self.steps: dict[str, bytes] = {}
+        """tag of a step → where its first process (or agent) can be told something"""
+        self.workers: dict[Life, bytes] = {}
+        """life → where its worker can be told something"""
+
+    async def hear(self, incoming: Incoming) -> None:
+        message = incoming.message
+        if isinstance(message, msg.Wanted):
+            await self._wanted(incoming, message)
+        elif isinstance(message, msg.StepExit):
+            self._step_exit(message)
+        elif isinstance(message, msg.Injected):
+            target = self._state().replica(ReplicaId(message.fault.target)).life
+            self._record(ev.FaultInjected(message.fault.id, target, message.ok, message.detail))
+        elif isinstance(message, msg.Found):
+            self._record(ev.FindingChanged(message.finding))
+        elif isinstance(message, msg.Gone):
+            self._gone(message)
+        elif not self._state().believed(message.life):
+            self.workers.pop(message.life, None)
+            why = f"{message.life} is no longer believed"
+            await self._send(incoming.peer, msg.Fenced(message.life, why), None)
+        elif isinstance(message, msg.Hello):
+            await self._hello(incoming, message)
+        else:
+            self._about_living(message)
+
+    # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _wanted(self, incoming: Incoming, message: msg.Wanted) -> None:
+        """Admission: launched processes ask whether they are wanted; that makes a launch exactly once."""
+        state = self._state()
+        replica = state.replica(message.life.replica)
+        ok = state.believed(message.life) and replica.step == message.tag and state.verdict is None
+        why = "" if ok else f"{message.life} is not wanted (newest is {replica.life}, {replica.status})"
+        if ok:
+            self.steps[message.tag] = incoming.peer
+            self._on_wanted(message.tag)
+            if replica.status is Status.LAUNCHING:
+                self._record(ev.Admitted(message.life, message.tag, message.node, message.pid))
+        await self._send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.ask)
+
+    def _step_exit(self, message: msg.StepExit) -> None:
+        self.steps.pop(message.tag, None)
+        self._ended(ev.StepEnded(message.life, message.tag, message.code, message.signal, message.why))
+
+    def _gone(self, message: msg.Gone) -> None:
+        record = read_exit(self._run.exit_file(message.tag))
+        if record is None:
+            self._watch.gone(message.life, self._now())
+            self._ended(ev.StepEnded(message.life, message.tag, None, None, f"vanished (agent of {message.node})"))
+        else:
+            self._ended(ev.StepEnded(record.life, record.tag, record.code, record.signal, record.why))
+
+    def _ended(self, event: ev.StepEnded) -> None:
+        """An end counts once, and only of the step that the life is known by."""
+        state = self._state()
+        current = state.believed(event.life) and state.replica(event.life.replica).step == event.step
+        if current or event.step in state.lingering:
+            self._watch.step_ended(event.life, event.code, event.signal, event.why, self._now())
+            self._record(event)
+
+    def exit_records(self) -> None:
+        """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""
+        state = self._state()
+        steps = [(r.step, r.life) for r in state.replicas.values() if r.believed and r.step]
+        steps += [(tag, one.life) for tag, one in state.lingering.items()]
+        for tag, _ in steps:
+            record = read_exit(self._run.exit_file(tag))
+            if record is not None:
+                self._ended(ev.StepEnded(record.life, record.tag, record.code, record.signal, record.why))
+
+    # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
+    async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
+        life, state, now = message.life, self._state(), self._now()
+        replica = state.replica(life.replica)
+        self.workers[life] = incoming.peer
+        self._watch.joined(life, message.node, message.phase, now)
+        told = (message.listens, message.serves, message.pid, message.node)
+        if replica.status is not Status.JOINED or told != (
+            replica.listens, replica.serves, replica.pid, replica.node
+        ):  # fmt: skip
+            self._record(
+                ev.Joined(life, message.node, message.host, message.pid, message.listens, message.serves)
+            )
+        if message.phase != replica.phase:
+            self._record(ev.PhaseEntered(life, message.phase))
+        if message.holds is not None and message.holds != replica.holds:
+            self._record(ev.VersionHeld(life, message.holds))
+        if message.committed is not None and message.committed > state.step:
+            self._record(ev.StepCommitted(life, message.committed))
+        await self._send(incoming.peer, self._welcome(life), None)
+
+    def _about_living(self, message: Any) -> None:
+        life, now, watch = message.life, self._now(), self._watch
+        if isinstance(message, msg.Beat):
+            watch.heard(life, message.phase, message.done, message.waits_for, now)
+            self._phase(message)
+        elif isinstance(message, msg.Entered):
+            watch.entered(life, message.phase, message.done, message.waits_for, now)
+            self._phase(message)
+        elif isinstance(message, msg.FirstWork):
+            self._record(ev.FirstWorkDone(life))
+        elif isinstance(message, msg.Holds):
+            self._record(ev.VersionHeld(life, message.version))
+        elif isinstance(message, msg.Committed):
+            self._record(ev.StepCommitted(life, message.step, message.metrics))
+        elif isinstance(message, msg.Goodbye):
+            watch.leaving(life, now)
+        elif isinstance(message, msg.AgentHello):
+            watch.agent_heard(message.node, life, now, message.boot)
+            self._record(ev.AgentJoined(life, message.node, message.host, message.pid))
+        elif isinstance(message, msg.AgentBeat):
+            watch.agent_heard(message.node, life, now)
+
+    def _phase(self, message: msg.Beat | msg.Entered) -> None:
+        if self._state().replica(message.life.replica).phase != message.phase:
+            self._record(ev.PhaseEntered(message.life, message.phase, message.waits_for))

@@ -1,0 +1,115 @@
+"""One manager at a time: an epoch is claimed by creating its file, and kept by a counter that goes on changing.
+
+Nobody's clock is compared with anybody else's: whoever wants to succeed watches the counter for a while by its own
+monotonic clock. Creating the next epoch's file O_EXCL has exactly one winner, on any file system; flock may be absent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rrl.spec.rundir import RunDir, write_atomically
+
+RELEASED = -1
+"""Counter of a manager that left in order: its successor need not wait."""
+
+
+class Holder(Struct, frozen=True):
+    host: str
+    pid: int
+    counter: int
+    job: str = ""
+    """the manager's own Slurm job"""
+
+
+class LeaseHeld(Exception):
+    """Another manager lives; the text says where."""
+
+
+class LeaseLost(Exception):
+    """A successor has taken over: decide nothing, touch nothing, leave."""
+
+
+class Lease:
+    """The claim on one epoch. Make it with :meth:`acquire`."""
+
+    def __init__(self, run: RunDir, epoch: int, holder: Holder) -> None:
+        self.epoch = epoch
+        self._run = run
+        self._holder = holder
+
+    @classmethod
+    async def acquire(cls, run: RunDir, patience: float, job: str = "") -> Lease:
+        """Claim the next epoch once the holder of the last one has been still for ``patience`` s.
+
+        Raises LeaseHeld when its counter moves, or when somebody else claims first."""
+        epoch = _newest(run)
+        if epoch:
+            await _wait_until_still(run, epoch, patience)
+        mine = Holder(socket.gethostname(), os.getpid(), 0, job)
+        try:
+            fd = os.open(_file(run, epoch + 1), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise LeaseHeld(f"another manager of {run.id} has just started") from None
+        os.write(fd, msgspec.json.encode(mine))
+        os.fsync(fd)
+        os.close(fd)
+        return cls(run, epoch + 1, mine)
+
+    def check(self) -> None:
+        """Raises LeaseLost when a successor exists: called before every mutation."""
+        if _file(self._run, self.epoch + 1).exists():
+            raise LeaseLost(f"epoch {self.epoch + 1} has begun: another manager of {self._run.id} took over")
+
+    def renew(self) -> None:
+        """Move the counter (blocking, about a write). Raises LeaseLost, or OSError when it cannot be written."""
+        self.check()
+        self._holder = msgspec.structs.replace(self._holder, counter=self._holder.counter + 1)
+        write_atomically(_file(self._run, self.epoch), msgspec.json.encode(self._holder))
+
+    def release(self) -> None:
+        released = msgspec.structs.replace(self._holder, counter=RELEASED)
+        write_atomically(_file(self._run, self.epoch), msgspec.json.encode(released))
+
+
+def holder(run: RunDir) -> Holder | None:
+    """Who holds, or last held, the newest epoch; None before the first manager or after one that left in order."""
+    held = _read(run, _newest(run))
+    return None if held is None or held.counter == RELEASED else held
+
+
+def _file(run: RunDir, epoch: int) -> Path:
+    return run.epochs / f"{epoch:06}"
+
+
+def _newest(run: RunDir) -> int:
+    return max((int(name) for name in os.listdir(run.epochs) if name.isdigit()), default=0)
+
+
+def _read(run: RunDir, epoch: int) -> Holder | None:
+    try:
+        return msgspec.json.decode(_file(run, epoch).read_bytes(), type=Holder)
+    except (FileNotFoundError, msgspec.DecodeError):  # being created at this moment
+        return None
+
+
+async def _wait_until_still(run: RunDir, epoch: int, patience: float) -> None:
+    seen = _read(run, epoch)
+    began = time.monotonic()
+    while seen is None or seen.counter != RELEASED:
+        if time.monotonic() - began >= patience:
+            return
+        await asyncio.sleep(patience / 20)
+        if _newest(run) != epoch:
+            raise LeaseHeld(f"another manager of {run.id} has just started")
+        now = _read(run, epoch)
+        if now != seen and now is not None and seen is not None and now.counter != RELEASED:
+            raise LeaseHeld(f"a manager of {run.id} lives on {now.host} (pid {now.pid})")
+        seen = now

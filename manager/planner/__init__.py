@@ -1,0 +1,43 @@
+"""``plan``: what to do now, from what is believed. Pure: no clock, no chance, no I/O.
+
+The concerns in order; the first that decides something about a thing has it. A plan is at its fixpoint once its
+decisions and intents are folded in: planning again gives nothing new.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from rrl.manager.actions import Action
+from rrl.manager.planner.brakes import brake
+from rrl.manager.planner.drills import drill
+from rrl.manager.planner.ending import finish
+from rrl.manager.planner.placement import place
+from rrl.manager.planner.recovery import recover
+from rrl.manager.planner.supply import supply
+from rrl.manager.state import State
+
+NEVER = float("inf")
+
+
+class Plan(Struct, frozen=True):
+    actions: tuple[Action, ...] = ()
+    wake: float = NEVER
+    """manager's time (s) at which to plan again though nothing happened"""
+    over: bool = False
+    """the run's end is decided and everything is given back"""
+
+
+def plan(state: State, now: float) -> Plan:
+    """Decisions first: they change what the other concerns see, so the caller folds them in and plans again."""
+    if state.outcome is not None:
+        return Plan()
+    ended, ending_wake, over = finish(state, now)
+    if state.verdict is not None or ended:
+        return Plan(tuple(ended), ending_wake, over)
+    if decisions := brake(state, recover(state, now), now):
+        return Plan(tuple(decisions), now)
+    wanted, supply_wake = supply(state, now)
+    placed, place_wake = place(state, now)
+    drills = drill(state)
+    return Plan((*wanted, *placed, *drills), min(supply_wake, place_wake))

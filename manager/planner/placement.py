@@ -1,0 +1,141 @@
+"""Members to nodes: which wanted replica starts where. Launches only; nothing here stops anything but what lingers.
+
+Deterministic: roles in the order of the job spec, nodes in natural order, so that the same state gives the same plan.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rrl.manager.actions import Launch, Outside, StopStep, Why
+from rrl.manager.cluster import NodeState
+from rrl.manager.state import Lingering, Node, Replica, State, Status, workers
+from rrl.spec.launch import tag_of
+from rrl.spec.words import AGENT, Life, NodeName, replica_id
+
+NEVER = float("inf")
+
+
+def place(state: State, now: float) -> tuple[list[Outside], float]:
+    """Agents for every usable node, wanted replicas onto free ones, an end to what lingers. Returns the next wake."""
+    actions: list[Outside] = [*_stop_lingering(state)]
+    wake = NEVER
+    taken = _occupants(state)
+    for node, allocation in usable_nodes(state):
+        agent = state.replica(replica_id(AGENT, node))
+        back = agent.status is Status.RETIRED and len(agent.failures) < state.job.recovery.per_replica
+        if agent.status is Status.WANTED or back:  # retired with its node, and the node is back
+            if agent.not_before > now:
+                wake = min(wake, agent.not_before)
+            else:
+                actions.append(_launch(state, agent, node, allocation))
+    for replica in workers(state):
+        if replica.status is not Status.WANTED:
+            continue
+        if replica.not_before > now:
+            wake = min(wake, replica.not_before)
+            continue
+        home = _home(state, replica, taken)
+        if home is not None:
+            actions.append(_launch(state, replica, *home))
+            taken.setdefault(home[0], []).append(replica)
+    return actions, wake
+
+
+def usable_nodes(state: State) -> list[tuple[NodeName, str]]:
+    """Nodes that may get new work, with the tag of their allocation, in natural order."""
+
+    def usable(node: Node) -> bool:
+        allocation = state.allocations.get(node.allocation)
+        fit = node.seen is None or node.seen.state in (NodeState.UP, NodeState.UNKNOWN)
+        return node.excluded is None and fit and allocation is not None and allocation.running
+
+    pairs = [(node.name, node.allocation) for node in state.nodes.values() if usable(node)]
+    return sorted(pairs, key=lambda pair: _natural(pair[0]))
+
+
+def vacant_for(state: State, replica: Replica, avoid: NodeName | None) -> bool:
+    """A node other than ``avoid`` could take this replica now."""
+    taken = _occupants(state)
+    return any(node != avoid and _fits(state, replica, node, taken) for node, _ in usable_nodes(state))
+
+
+def unplaced(state: State) -> list[Replica]:
+    """Wanted replicas that no node of ours can take."""
+    taken = _occupants(state)
+    lacking = []
+    for replica in workers(state):
+        if replica.status is not Status.WANTED:
+            continue
+        home = _home(state, replica, taken)
+        if home is None:
+            lacking.append(replica)
+        else:
+            taken.setdefault(home[0], []).append(replica)
+    return lacking
+
+
+def _home(state: State, replica: Replica, taken: dict[NodeName, list[Replica]]) -> tuple[NodeName, str] | None:
+    """Where it goes: its preferred node, else the first that fits and has not failed it too often."""
+    nodes = usable_nodes(state)
+    fitting = [pair for pair in nodes if _fits(state, replica, pair[0], taken)]
+    preferred = [pair for pair in fitting if pair[0] == replica.prefer]
+    if preferred:
+        return preferred[0]
+    spent = [start.node for start in replica.failures]
+    unspent = [pair for pair in fitting if spent.count(pair[0]) < max(1, state.job.recovery.per_node)]
+    return unspent[0] if unspent else None
+
+
+def _occupants(state: State) -> dict[NodeName, list[Replica]]:
+    """Who takes room on each node; a replica that is to restart in place keeps its room."""
+    taken: dict[NodeName, list[Replica]] = {}
+    for replica in workers(state):
+        where = replica.node if replica.believed else replica.prefer if replica.status is Status.WANTED else None
+        if where is not None:
+            taken.setdefault(where, []).append(replica)
+    return taken
+
+
+def _fits(state: State, replica: Replica, node: NodeName, taken: dict[NodeName, list[Replica]]) -> bool:
+    role = state.job.role(replica.role)
+    others = [other for other in taken.get(node, []) if other.id != replica.id]
+    if any(one.node == node and one.life.replica != replica.id for one in state.lingering.values() if _is_worker(one)):
+        return False  # its room is not free before it has ended
+    if role.exclusive:
+        return not others
+    if any(state.job.role(other.role).exclusive for other in others):
+        return False
+    each = [state.job.role(other.role).each for other in others] + [role.each]
+    room = state.job.node
+    return (
+        sum(e.cpus for e in each) <= room.cpus
+        and sum(e.gpus for e in each) <= room.gpus
+        and sum(e.mem for e in each) <= room.mem
+    )
+
+
+def _is_worker(one: Lingering) -> bool:
+    return not one.life.replica.startswith(f"{AGENT}/")
+
+
+def _launch(state: State, replica: Replica, node: NodeName, allocation: str) -> Launch:
+    life = Life(replica.id, replica.incarnation + 1)
+    why = Why((f"{replica.id} is wanted and {node} has room",), expects=f"{life} joins")
+    return Launch(life, tag_of(state.run, life), allocation, node, why)
+
+
+def _stop_lingering(state: State) -> list[Outside]:
+    """Fenced lives may still run: end their steps, but do not wait for nodes that do not answer."""
+    stops: list[Outside] = []
+    for step, one in state.lingering.items():
+        node = state.nodes.get(one.node)
+        if one.asked or node is None or node.excluded is not None:
+            continue
+        stops.append(StopStep(step, one.life, state.job.limits.step_grace, Why((f"{one.life} is fenced",))))
+    return stops
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key: n2 before n10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

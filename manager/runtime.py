@@ -1,0 +1,352 @@
+"""The manager's loop: hear, detect, fold, plan, execute. All I/O of the manager is wired up here and nowhere else.
+
+Order of every turn: messages and looks become events; ``detect`` turns silence into findings; changed findings become
+events; ``plan`` sees only the state; decisions and intents are journaled and fsynced; only then is anything done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from rrl.health.guards import detect
+from rrl.health.sightings import Watch
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Launch, Outside, Perform, Release, Request, StopStep
+from rrl.manager.cluster import Cluster
+from rrl.manager.executor import PERFORM_DEADLINE, Executor
+from rrl.manager.hearing import Ear
+from rrl.manager.journal import Journal
+from rrl.manager.launching import job_dir_of, write_launch
+from rrl.manager.lease import Lease, LeaseLost
+from rrl.manager.ledger import write_summary
+from rrl.manager.planner import plan
+from rrl.manager.planner.wiring import Wiring, wire
+from rrl.manager.settle import Misses, hungry, settle
+from rrl.manager.state import State, fold
+from rrl.spec.jobview import JobView
+from rrl.spec.rundir import RunDir, write_atomically
+from rrl.spec.words import AGENT, Finding, Life, Outcome, Verdict
+from rrl.transport import messages as msg
+from rrl.transport.control import Listener
+from rrl.transport.keys import RunKeys
+
+HUNGRY = 1.0
+"""s between two looks at the cluster while something is expected of it"""
+MAILBOX = 0.5
+"""s between two looks into the mailbox"""
+FLUSH = 0.5
+"""s that an event which nothing waits for may stay unwritten"""
+
+
+class Manager:
+    """One epoch of one run. :meth:`run` returns how the run ended, or None when this manager left before it did."""
+
+    def __init__(self, run: RunDir, cluster: Cluster, view: JobView, source: str, host: str) -> None:
+        self._run_dir, self._cluster, self._view, self._source, self._host = run, cluster, view, source, host
+        self._watch = Watch()
+        self._misses = Misses()
+        self._wake = asyncio.Event()
+        self._look_now = asyncio.Event()
+        self._wired: Wiring | None = None
+        self._sent = 0
+        self._findings: dict[str, Finding] = {}
+        self._ended: dict[str, asyncio.Event] = {}
+        self._performed: dict[str, asyncio.Event] = {}
+        self._leaving: str | None = None
+        self._state: State | None = None
+        self._epoch_began = time.monotonic()
+        self._wall = time.time()
+
+    # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
+    async def run(self, job: str = "") -> Outcome | None:
+        """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
+        run = self._run_dir
+        self._lease = await Lease.acquire(run, self._view.limits.lease, job)
+        self._journal = Journal(run, self._lease.epoch)
+        self._state = self._journal.state
+        if self._state is not None:
+            self._wall = max(self._wall, self._state.at)  # a manager's time never goes back
+        self._epoch_began = time.monotonic()
+        keys = RunKeys.load(run.keys)
+        self._listener = await Listener.open(keys, msg.Up, epoch=self._lease.epoch, host=self._host)
+        self._ear = Ear(
+            run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
+            self._step_spoke,
+        )  # fmt: skip
+        self._executor = Executor(
+            self._cluster, self.record, self._prepare, self._tell_step, self._inject, self._lease.check
+        )
+        if self._state is None:
+            self.record(ev.RunStarted(run.id, self._view))
+        self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
+        self._adopt()
+        write_atomically(run.manager, msgspec.json.encode(self._listener.address))
+        tasks = [
+            asyncio.create_task(coroutine, name=name)
+            for name, coroutine in (
+                ("hear", self._hear()), ("look", self._look()), ("renew", self._renew()), ("mailbox", self._mailbox()),
+            )
+        ]  # fmt: skip
+        try:
+            return await self._manage(tasks)
+        finally:
+            await self._close(tasks)
+
+    def leave(self, why: str) -> None:
+        """Go without ending the run: its roles go on, the next manager adopts them."""
+        self._leaving = why
+        self._wake.set()
+
+    def cancel(self, by: str) -> None:
+        self.record(ev.Commanded("cancel", by, f"signal-{self._lease.epoch}"))
+
+    @property
+    def state(self) -> State:
+        assert self._state is not None
+        return self._state
+
+    def now(self) -> float:
+        """Manager's time: wall clock at its start, going on monotonically."""
+        return self._wall + time.monotonic() - self._epoch_began
+
+    def record(self, event: ev.Event) -> None:
+        """Journal (durable at the next flush), fold, and have the loop look at it."""
+        seq = self._state.seq + 1 if self._state is not None else 1
+        stamped = ev.Stamped(seq, self.now(), self._lease.epoch, event)
+        self._journal.append(stamped)
+        self._state = fold(self._state, stamped)
+        if isinstance(event, ev.StepEnded) and event.step in self._ended:
+            self._ended[event.step].set()
+        if isinstance(event, ev.FaultInjected) and event.fault in self._performed:
+            self._performed[event.fault].set()
+        if isinstance(event, ev.Done | ev.Admitted):
+            self._look_now.set()
+        self._wake.set()
+
+    # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _manage(self, tasks: list[asyncio.Task[None]]) -> Outcome | None:
+        while self._leaving is None:
+            for task in tasks:
+                if task.done():
+                    task.result()
+            self._wake.clear()
+            look_again = self._detect()
+            wake, over = await self._act()
+            if over:
+                return await self._finish()
+            await self._announce()
+            delay = max(0.0, min(look_again, wake) - self.now())
+            try:
+                async with asyncio.timeout(min(delay, FLUSH)):
+                    await self._wake.wait()
+            except TimeoutError:
+                await self._flush()
+        self.record(ev.ManagerStopped(self._leaving))
+        await self._flush()
+        return None
+
+    def _detect(self) -> float:
+        """Findings that changed become events; what is no longer found is OK again. Returns when to look again."""
+        findings, again = detect(self._watch, self.state.job.limits, self.now())
+        current = {finding.key: finding for finding in findings}
+        for key, finding in current.items():
+            if self._findings.get(key) != finding:
+                self.record(ev.FindingChanged(finding))
+        for key, finding in self._findings.items():
+            if key not in current and key in self.state.findings:
+                cleared = msgspec.structs.replace(finding, verdict=Verdict.OK, evidence=())
+                self.record(ev.FindingChanged(cleared))
+        self._findings = current
+        return again
+
+    async def _act(self) -> tuple[float, bool]:
+        """Plan to the fixpoint, journal, then do. Returns the plan's wake and whether the run is over."""
+        todo: list[Outside] = []
+        while True:
+            planned = plan(self.state, self.now())
+            if not planned.actions:
+                break
+            for action in planned.actions:
+                if isinstance(action, Outside):
+                    self.record(ev.Intended(action))
+                    todo.append(action)
+                    self._tell_watch(action)
+                else:
+                    self.record(ev.Decided(action))
+                    if isinstance(action, Fence):
+                        await self._fence(action)
+        if todo and await self._flush():
+            for action in todo:
+                self._executor.start(action)
+        return planned.wake, planned.over
+
+    def _tell_watch(self, action: Outside) -> None:
+        if isinstance(action, Launch):
+            self._watch.launched(action.life, action.node, self.now())
+        elif isinstance(action, StopStep):
+            self._watch.leaving(action.life, self.now())
+
+    async def _fence(self, action: Fence) -> None:
+        self._watch.forget(action.life)
+        peer = self._ear.workers.pop(action.life, None)
+        if peer is not None:
+            await self._listener.send(peer, msg.Fenced(action.life, "; ".join(action.why.evidence)))
+
+    async def _announce(self) -> None:
+        """Push the wiring to every worker when it changed."""
+        wiring = wire(self.state)
+        if wiring == self._wired:
+            return
+        self._wired = wiring
+        self._sent += 1
+        peers = wiring.message(self.state.epoch, self._sent)
+        for life, peer in list(self._ear.workers.items()):
+            if self.state.believed(life):
+                await self._listener.send(peer, peers)
+
+    def _welcome(self, life: Life) -> msg.Welcome:
+        return msg.Welcome(life, wire(self.state).message(self.state.epoch, self._sent))
+
+    async def _flush(self) -> bool:
+        """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""
+        try:
+            await asyncio.to_thread(self._journal.flush)
+            if self._journal.full:
+                await asyncio.to_thread(self._journal.rotate, self.state)
+        except OSError as error:
+            print(f"rrl: the journal cannot be written, no action is taken: {error}", file=sys.stderr, flush=True)
+            return False
+        return True
+
+    # ── senses ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _hear(self) -> None:
+        while True:
+            await self._ear.hear(await self._listener.receive())
+
+    async def _look(self) -> None:
+        """Look at the cluster: often while something is expected of it, else at the site's pace."""
+        while True:
+            observed = await self._cluster.observe()
+            for name, seen in (observed.nodes or {}).items():
+                if name in self.state.nodes:
+                    self._watch.cluster_node(name, seen.state, seen.detail, self.now())
+            for event in settle(self.state, observed, self._misses, self.now(), self._executor.busy):
+                self.record(event)
+            self._ear.exit_records()
+            self._wake.set()
+            self._look_now.clear()
+            wait = HUNGRY if hungry(self.state) else self.state.job.limits.poll
+            try:
+                async with asyncio.timeout(wait):
+                    await self._look_now.wait()
+                await asyncio.sleep(min(HUNGRY, wait) / 4)  # several things that end together are looked at once
+            except TimeoutError:
+                pass
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._view.limits.lease / 5)
+            try:
+                await asyncio.to_thread(self._lease.renew)
+            except OSError as error:
+                print(f"rrl: the lease cannot be renewed: {error}", file=sys.stderr, flush=True)
+
+    async def _mailbox(self) -> None:
+        while True:
+            for path in sorted(self._run_dir.mailbox.glob("[!.]*.json")):
+                letter = msgspec.json.decode(path.read_bytes())
+                if path.stem not in self.state.commands:
+                    self.record(ev.Commanded(str(letter.get("command")), str(letter.get("by", "")), path.stem))
+                if await self._flush():
+                    path.unlink(missing_ok=True)
+            await asyncio.sleep(MAILBOX)
+
+    # ── deeds ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _adopt(self) -> None:
+        """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
+        for replica in self.state.replicas.values():
+            if replica.believed and replica.node is not None:
+                self._watch.launched(replica.life, replica.node, self.now())
+        self._ear.exit_records()
+        for intent in list(self.state.intents.values()):
+            if isinstance(intent.action, StopStep | Release):
+                self._executor.start(intent.action)
+            elif isinstance(intent.action, Perform):
+                self.record(ev.Done(intent.action.tag, False, "its manager died"))
+            elif isinstance(intent.action, Request):
+                self._look_now.set()
+
+    def _prepare(self, action: Launch) -> Any:
+        return write_launch(self._run_dir, self.state, action, job_dir_of(self._source))
+
+    def _step_spoke(self, tag: str) -> None:
+        asyncio.create_task(self._cluster.joined(tag)).add_done_callback(_logged)
+
+    async def _tell_step(self, action: StopStep, patience: float) -> bool:
+        """Ask the step's first process itself; True once it has ended."""
+        peer = self._ear.steps.get(action.step)
+        if peer is None:
+            return False
+        ended = self._ended.setdefault(action.step, asyncio.Event())
+        await self._listener.send(peer, msg.Stop(action.life, action.grace, "; ".join(action.why.evidence)))
+        try:
+            async with asyncio.timeout(patience):
+                await ended.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._ended.pop(action.step, None)
+
+    async def _inject(self, action: Perform) -> bool:
+        agent = next((r for r in self.state.replicas.values() if r.role == AGENT and r.node == action.node), None)
+        peer = self._ear.steps.get(agent.step or "") if agent else None
+        if peer is None:
+            return False
+        performed = self._performed.setdefault(action.fault.id, asyncio.Event())
+        await self._listener.send(peer, msg.Inject(action.fault, action.step))
+        try:
+            async with asyncio.timeout(PERFORM_DEADLINE):
+                await performed.wait()
+            return True
+        except TimeoutError:
+            return False
+
+    # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _finish(self) -> Outcome:
+        """Everything is given back: the last record, the summary, and no address to be found at any more."""
+        verdict = self.state.verdict
+        assert verdict is not None
+        self.record(ev.RunEnded(verdict.outcome, "; ".join(verdict.why.evidence)))
+        await self._flush()
+        await asyncio.to_thread(self._journal.rotate, self.state)
+        await asyncio.to_thread(write_summary, self._run_dir)
+        self._run_dir.manager.unlink(missing_ok=True)
+        return verdict.outcome
+
+    async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._executor.close()
+        await self._listener.close()
+        await self._cluster.close()
+        self._journal.close()
+        try:
+            self._lease.check()
+            await asyncio.to_thread(self._lease.release)
+        except (LeaseLost, OSError):
+            pass  # a successor has taken over, or storage is away: it will wait out the lease
+
+
+def _logged(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        print(f"rrl: {task.exception()}", file=sys.stderr, flush=True)
+

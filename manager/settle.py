@@ -1,0 +1,68 @@
+"""What one look at the cluster says about open intents and known allocations. Pure.
+
+An intent that was never answered is settled by its tag: listed = done; not listed for a quiet period after it was
+intended = certainly not done (a timed-out sbatch can land later, so the period is long). An allocation that was seen
+must be missing from two looks in a row before it is gone: a squeue can omit a job once.
+"""
+
+from __future__ import annotations
+
+from rrl.manager.actions import Launch, Request
+from rrl.manager.cluster import AllocationState, Observed
+from rrl.manager.events import AllocationChanged, Done, Event, NodeChanged
+from rrl.manager.state import State
+
+LOOKS = 2
+"""Consecutive looks that must miss an allocation before it counts as gone."""
+
+
+class Misses:
+    """How often in a row each known allocation was missing. Volatile: a new manager counts anew."""
+
+    def __init__(self) -> None:
+        self._missed: dict[str, int] = {}
+
+    def gone(self, tag: str, listed: bool) -> bool:
+        self._missed[tag] = 0 if listed else self._missed.get(tag, 0) + 1
+        return self._missed[tag] >= LOOKS
+
+
+def settle(state: State, observed: Observed, misses: Misses, now: float, busy: frozenset[str]) -> list[Event]:
+    """Events that follow from the look. ``busy``: tags whose command is still running: those settle themselves."""
+    events: list[Event] = []
+    if observed.allocations is not None:
+        for tag, held in state.allocations.items():
+            seen = observed.allocations.get(tag)
+            if seen is not None:
+                misses.gone(tag, True)
+                if tag in state.intents and tag not in busy:
+                    events.append(Done(tag, True, "found by its tag"))
+                if seen != held.seen:
+                    events.append(AllocationChanged(tag, seen))
+            elif tag in state.intents:
+                if tag not in busy and now - state.intents[tag].at > state.job.limits.quiet:
+                    events.append(Done(tag, False, "never appeared in the queue"))
+            elif misses.gone(tag, False):
+                events.append(AllocationChanged(tag, None))
+    if observed.steps is not None:
+        for tag, intent in state.intents.items():
+            if not isinstance(intent.action, Launch) or tag in busy:
+                continue
+            if tag not in observed.steps and now - intent.at > state.job.limits.quiet:
+                events.append(Done(tag, False, "its step never appeared"))
+    for name, seen_node in (observed.nodes or {}).items():
+        node = state.nodes.get(name)
+        if node is not None and node.seen != seen_node:
+            events.append(NodeChanged(name, seen_node))
+    return events
+
+
+def hungry(state: State) -> bool:
+    """Something is expected of the cluster: look soon rather than at the next poll."""
+    waiting = any(isinstance(intent.action, Request) for intent in state.intents.values())
+    allocations = state.allocations.values()
+    return (
+        waiting
+        or state.verdict is not None
+        or any(a.releasing or a.seen is None or a.seen.state is AllocationState.PENDING for a in allocations)
+    )

@@ -1,0 +1,458 @@
+"""Everything the manager believes, and the only function that makes it: ``fold``.
+
+State is also the head of each journal segment and what ``rrl status`` draws. It holds what was recorded, not what was
+merely seen: silence lives in :class:`rrl.health.sightings.Watch` and becomes state only as a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Exclude, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen
+from rrl.spec.jobview import JobView
+from rrl.spec.words import AGENT, Finding, Life, NodeName, Outcome, ReplicaId, Verdict, Version, replica_id, role_of
+
+
+class Status(StrEnum):
+    """Where a replica's newest incarnation stands; ``serving`` and the like are its phase, not its status."""
+
+    WANTED = "wanted"
+    """to be launched (again)"""
+    LAUNCHING = "launching"
+    """handed to the cluster; its first process has not spoken yet"""
+    STARTING = "starting"
+    """its first process runs; the worker has not joined yet"""
+    JOINED = "joined"
+    RETIRED = "retired"
+    """no longer wanted: gone on without it, or the run is ending"""
+
+
+class Start(Struct, frozen=True):
+    """A past launch, for budgets: when and where it failed."""
+
+    at: float
+    node: NodeName
+
+
+class Replica(Struct, frozen=True):
+    id: ReplicaId
+    status: Status = Status.WANTED
+    incarnation: int = 0
+    """of its newest life; 0 = never launched"""
+    since: float = 0.0
+    """manager's time (s) of the last status change"""
+    node: NodeName | None = None
+    allocation: str | None = None
+    step: str | None = None
+    """tag of the step of its newest life"""
+    pid: int | None = None
+    host: str = ""
+    phase: str = ""
+    phase_since: float = 0.0
+    waits_for: ReplicaId | None = None
+    listens: str | None = None
+    serves: str | None = None
+    holds: Version | None = None
+    failures: tuple[Start, ...] = ()
+    prefer: NodeName | None = None
+    """where the ladder wants its next life (restart in place)"""
+    not_before: float = 0.0
+    """back-off: no launch before this time"""
+
+    @property
+    def role(self) -> str:
+        return role_of(self.id)
+
+    @property
+    def life(self) -> Life:
+        return Life(self.id, self.incarnation)
+
+    @property
+    def believed(self) -> bool:
+        """Its newest life counts: messages, commits and published versions of it are accepted."""
+        return self.status in (Status.LAUNCHING, Status.STARTING, Status.JOINED)
+
+
+class Node(Struct, frozen=True):
+    name: NodeName
+    allocation: str
+    seen: NodeSeen | None = None
+    excluded: str | None = None
+    """why this run no longer uses it"""
+
+
+class Allocation(Struct, frozen=True):
+    tag: str
+    ask: Ask
+    at: float
+    """manager's time (s) of the request"""
+    seen: AllocationSeen | None = None
+    releasing: bool = False
+
+    @property
+    def running(self) -> bool:
+        return not self.releasing and self.seen is not None and self.seen.state is AllocationState.RUNNING
+
+
+class Lingering(Struct, frozen=True):
+    """A step of a life that is no longer believed and has not been seen to end."""
+
+    life: Life
+    node: NodeName
+    allocation: str
+    since: float
+    asked: bool = False
+    """its end was asked for"""
+
+
+class Open(Struct, frozen=True):
+    """An intent whose result is not known yet. ``at``: manager's time (s) of the intent."""
+
+    action: Outside
+    at: float
+
+
+class Refusal(Struct, frozen=True):
+    tag: str
+    at: float
+    detail: str
+
+
+class State(Struct, frozen=True):
+    run: str
+    job: JobView
+    seq: int = 0
+    at: float = 0.0
+    epoch: int = 0
+    started: float = 0.0
+    ended: float | None = None
+    host: str = ""
+    """where the manager runs"""
+    step: int = 0
+    """newest committed trainer step"""
+    metrics: dict[str, float] = {}
+    """of that step"""
+    first_rewards: tuple[float, ...] = ()
+    """mean reward of the first ten committed steps"""
+    last_rewards: tuple[float, ...] = ()
+    """of the newest sixty, for the status view's curve"""
+    replicas: dict[ReplicaId, Replica] = {}
+    nodes: dict[NodeName, Node] = {}
+    allocations: dict[str, Allocation] = {}
+    findings: dict[str, Finding] = {}
+    """by Finding.key; only WARN and FAIL about living things"""
+    intents: dict[str, Open] = {}
+    """intended, result not yet known; by the action's tag"""
+    refusals: tuple[Refusal, ...] = ()
+    """requests that the cluster refused, newest last (within the recovery window)"""
+    lingering: dict[str, Lingering] = {}
+    """by step tag"""
+    faults: tuple[str, ...] = ()
+    """ids of the planned faults already set off"""
+    commands: tuple[str, ...] = ()
+    """ids of the commands already taken"""
+    cancelled_by: str = ""
+    """who asked for the run's end"""
+    recoveries: int = 0
+    verdict: Finish | None = None
+    """how the run ends, once that is decided; everything is then given back"""
+    outcome: Outcome | None = None
+    """set by the last record"""
+    why: str = ""
+
+    def replica(self, id: ReplicaId) -> Replica:
+        return self.replicas.get(id) or Replica(id)
+
+    def believed(self, life: Life) -> bool:
+        held = self.replicas.get(life.replica)
+        return held is not None and held.believed and held.incarnation == life.incarnation
+
+
+_Fold = Callable[[State, float, Any], State]
+
+
+def fold(state: State | None, stamped: ev.Stamped) -> State:
+    """The state after one more event. Total: an event about something unknown changes nothing but the sequence."""
+    event, at = stamped.event, stamped.at
+    if isinstance(event, ev.RunStarted):
+        state = _run_started(event, at)
+    elif state is None:
+        raise ValueError(f"the journal starts with {type(event).__name__}, not with RunStarted")
+    else:
+        state = _FOLD[type(event)](state, at, event)
+    return msgspec.structs.replace(state, seq=stamped.seq, at=at, epoch=stamped.epoch)
+
+
+def _run_started(event: ev.RunStarted, at: float) -> State:
+    ids = [replica_id(role.name, i) for role in event.job.roles for i in range(role.replicas)]
+    return State(run=event.run, job=event.job, started=at, replicas={id: Replica(id, since=at) for id in ids})
+
+
+def _with(state: State, **changes: Any) -> State:
+    return msgspec.structs.replace(state, **changes)
+
+
+def _replica(state: State, id: ReplicaId, **changes: Any) -> State:
+    held = msgspec.structs.replace(state.replica(id), **changes)
+    return _with(state, replicas={**state.replicas, id: held})
+
+
+def _about(fold_one: _Fold) -> _Fold:
+    """For events about a life: one that is not believed changes nothing."""
+
+    def guarded(state: State, at: float, event: Any) -> State:
+        return fold_one(state, at, event) if state.believed(event.life) else state
+
+    return guarded
+
+
+def _manager_started(state: State, at: float, event: ev.ManagerStarted) -> State:
+    return _with(state, host=event.host)
+
+
+def _manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State:
+    return state
+
+
+def _intended(state: State, at: float, event: ev.Intended) -> State:
+    action = event.action
+    state = _with(state, intents={**state.intents, action.tag: Open(action, at)})
+    if isinstance(action, Request):
+        allocation = Allocation(action.ask.tag, action.ask, at)
+        return _with(state, allocations={**state.allocations, allocation.tag: allocation})
+    if isinstance(action, Release):
+        held = msgspec.structs.replace(state.allocations[action.allocation], releasing=True)
+        return _with(state, allocations={**state.allocations, held.tag: held})
+    if isinstance(action, Launch):
+        return _replica(
+            state, action.life.replica, status=Status.LAUNCHING, incarnation=action.life.incarnation, since=at,
+            node=action.node, allocation=action.allocation, step=action.step, pid=None, host="", phase="",
+            phase_since=at, waits_for=None, listens=None, serves=None, holds=None, prefer=None,
+        )  # fmt: skip
+    if isinstance(action, Perform):
+        return _with(state, faults=(*state.faults, action.fault.id))
+    held_step = state.lingering.get(action.step)
+    if held_step is None:  # a step of a believed life: the run is ending
+        replica = state.replica(action.life.replica)
+        held_step = Lingering(action.life, replica.node or NodeName(""), replica.allocation or "", at)
+        state = _replica(state, action.life.replica, status=Status.RETIRED, since=at)
+    asked = msgspec.structs.replace(held_step, asked=True)
+    return _with(state, lingering={**state.lingering, action.step: asked})
+
+
+def _done(state: State, at: float, event: ev.Done) -> State:
+    intended = state.intents.get(event.tag)
+    if intended is None:
+        return state
+    state = _with(state, intents=_without(state.intents, event.tag))
+    action = intended.action
+    if event.ok:
+        if isinstance(action, StopStep):
+            return _with(state, lingering=_without(state.lingering, action.step))
+        return state
+    if isinstance(action, Request):  # certainly not done: nothing of it exists
+        recent = tuple(r for r in state.refusals if at - r.at < state.job.recovery.window)
+        refusals = (*recent, Refusal(action.ask.tag, at, event.detail))
+        return _with(state, allocations=_without(state.allocations, action.ask.tag), refusals=refusals)
+    if isinstance(action, Launch) and state.believed(action.life):
+        return _failed(state, at, action.life.replica, Status.WANTED)
+    if isinstance(action, Release):
+        held = msgspec.structs.replace(state.allocations[action.allocation], releasing=False)
+        return _with(state, allocations={**state.allocations, held.tag: held})
+    return state
+
+
+def _failed(state: State, at: float, id: ReplicaId, status: Status) -> State:
+    """One more failure on the replica's account; the next launch is put off the longer the more there are."""
+    held, recovery = state.replica(id), state.job.recovery
+    failure = Start(at, held.node or NodeName(""))
+    failures = (*(start for start in held.failures if at - start.at < recovery.window), failure)
+    pause = recovery.backoff * 2 ** (len(failures) - 2) if len(failures) > 1 else 0.0
+    return _replica(state, id, status=status, since=at, failures=failures, not_before=at + pause)
+
+
+def _decided(state: State, at: float, event: ev.Decided) -> State:
+    action = event.action
+    if isinstance(action, Finish):
+        return _with(state, verdict=action)
+    if isinstance(action, Exclude):
+        node = state.nodes.get(action.node) or Node(action.node, "")
+        excluded = msgspec.structs.replace(node, excluded="; ".join(action.why.evidence) or "excluded")
+        return _with(state, nodes={**state.nodes, node.name: excluded})
+    return _fenced(state, at, action)
+
+
+def _fenced(state: State, at: float, fence: Fence) -> State:
+    """The life is no longer believed; what runs of it lingers; the replica is wanted again (or retired)."""
+    held = state.replica(fence.life.replica)
+    retired = fence.rung in (Rung.DEGRADED, Rung.GIVE_UP)
+    if not state.believed(fence.life):
+        wanted = held.status is Status.WANTED and held.life == fence.life
+        return _replica(state, held.id, status=Status.RETIRED, since=at) if wanted and retired else state
+    if held.step and held.node and held.allocation:
+        linger = Lingering(held.life, held.node, held.allocation, at)
+        state = _with(state, lingering={**state.lingering, held.step: linger})
+    state = _failed(state, at, held.id, Status.RETIRED if retired else Status.WANTED)
+    prefer = held.node if fence.rung is Rung.IN_PLACE else None
+    state = _replica(state, held.id, prefer=prefer)
+    gone = [key for key, finding in state.findings.items() if finding.life == fence.life]
+    return _with(state, findings=_without(state.findings, *gone), recoveries=state.recoveries + (not retired))
+
+
+def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
+    held = state.allocations.get(event.tag)
+    if held is None:
+        return state
+    if event.seen is None or event.seen.state is AllocationState.ENDED:
+        lost = {name for name, node in state.nodes.items() if node.allocation == event.tag}
+        return _with(
+            state,
+            allocations=_without(state.allocations, event.tag),
+            nodes=_without(state.nodes, *lost),
+            lingering={tag: one for tag, one in state.lingering.items() if one.allocation != event.tag},
+        )
+    held = msgspec.structs.replace(held, seen=event.seen)
+    nodes = dict(state.nodes)
+    for name in event.seen.nodes:
+        if name not in nodes or nodes[name].allocation != event.tag:
+            excluded = nodes[name].excluded if name in nodes else None
+            nodes[name] = Node(name, event.tag, excluded=excluded)
+    for name, node in state.nodes.items():  # a node that Slurm took out of the allocation
+        if node.allocation == event.tag and name not in event.seen.nodes:
+            del nodes[name]
+    return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes)
+
+
+def _node_changed(state: State, at: float, event: ev.NodeChanged) -> State:
+    if event.node not in state.nodes:
+        return state
+    node = msgspec.structs.replace(state.nodes[event.node], seen=event.seen)
+    return _with(state, nodes={**state.nodes, event.node: node})
+
+
+def _settled_launch(state: State, step: str) -> State:
+    return _with(state, intents=_without(state.intents, step)) if step in state.intents else state
+
+
+def _admitted(state: State, at: float, event: ev.Admitted) -> State:
+    state = _settled_launch(state, event.step)
+    held = state.replica(event.life.replica)
+    if held.status is not Status.LAUNCHING:
+        return state
+    return _replica(state, held.id, status=Status.STARTING, since=at, node=event.node, pid=event.pid)
+
+
+def _agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
+    return _replica(
+        state, event.life.replica, status=Status.JOINED, since=at, host=event.host, pid=event.pid, phase="serve"
+    )
+
+
+def _joined(state: State, at: float, event: ev.Joined) -> State:
+    held = state.replica(event.life.replica)
+    since = held.since if held.status is Status.JOINED else at
+    return _replica(
+        state, held.id, status=Status.JOINED, since=since, node=event.node, host=event.host, pid=event.pid,
+        listens=event.listens, serves=event.serves,
+    )  # fmt: skip
+
+
+def _step_ended(state: State, at: float, event: ev.StepEnded) -> State:
+    state = _settled_launch(state, event.step)
+    state = _with(state, lingering=_without(state.lingering, event.step))
+    if not state.believed(event.life):
+        return state
+    return _replica(state, event.life.replica, pid=None, step=None)
+
+
+def _phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
+    return _replica(state, event.life.replica, phase=event.phase, phase_since=at, waits_for=event.waits_for)
+
+
+def _first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
+    return state
+
+
+def _version_held(state: State, at: float, event: ev.VersionHeld) -> State:
+    return _replica(state, event.life.replica, holds=event.version)
+
+
+def _step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
+    if event.step <= state.step:
+        return state
+    new = (event.metrics["reward"],) if "reward" in event.metrics else ()
+    first, last = (*state.first_rewards, *new)[:10], (*state.last_rewards, *new)[-60:]
+    return _with(state, step=event.step, metrics=event.metrics, first_rewards=first, last_rewards=last)
+
+
+def _finding_changed(state: State, at: float, event: ev.FindingChanged) -> State:
+    finding = event.finding
+    if finding.verdict in (Verdict.OK, Verdict.UNKNOWN):
+        return _with(state, findings=_without(state.findings, finding.key))
+    if finding.life is not None and not state.believed(finding.life):
+        return state
+    return _with(state, findings={**state.findings, finding.key: finding})
+
+
+def _fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
+    tag = f"fault:{event.fault}"
+    return _with(state, intents=_without(state.intents, tag))
+
+
+def _commanded(state: State, at: float, event: ev.Commanded) -> State:
+    state = _with(state, commands=(*state.commands, event.id))
+    return _with(state, cancelled_by=event.by) if event.command == "cancel" else state
+
+
+def _run_ended(state: State, at: float, event: ev.RunEnded) -> State:
+    return _with(state, outcome=event.outcome, why=event.why, ended=at)
+
+
+def _without(held: dict[Any, Any], *keys: Any) -> dict[Any, Any]:
+    return {key: value for key, value in held.items() if key not in keys}
+
+
+_FOLD: dict[type, _Fold] = {
+    ev.ManagerStarted: _manager_started,
+    ev.ManagerStopped: _manager_stopped,
+    ev.Intended: _intended,
+    ev.Done: _done,
+    ev.Decided: _decided,
+    ev.AllocationChanged: _allocation_changed,
+    ev.NodeChanged: _node_changed,
+    ev.AgentJoined: _about(_agent_joined),
+    ev.Admitted: _about(_admitted),
+    ev.Joined: _about(_joined),
+    ev.StepEnded: _step_ended,
+    ev.PhaseEntered: _about(_phase_entered),
+    ev.FirstWorkDone: _first_work_done,
+    ev.VersionHeld: _about(_version_held),
+    ev.StepCommitted: _about(_step_committed),
+    ev.FindingChanged: _finding_changed,
+    ev.FaultInjected: _fault_injected,
+    ev.Commanded: _commanded,
+    ev.RunEnded: _run_ended,
+}
+
+
+def workers(state: State) -> list[Replica]:
+    """Replicas of the job's roles, agents left out."""
+    return [replica for replica in state.replicas.values() if replica.role != AGENT]
+
+
+def finding_about(state: State, life: Life) -> Finding | None:
+    """The FAIL finding about a life, if there is one; proofs first."""
+    failing = [f for f in state.findings.values() if f.life == life and f.verdict is Verdict.FAIL]
+    return min(failing, key=lambda f: (not f.proof, f.since), default=None)
+
+
+def node_finding(state: State, node: NodeName) -> Finding | None:
+    failing = [f for f in state.findings.values() if f.node == node and f.verdict is Verdict.FAIL]
+    return min(failing, key=lambda f: (not f.proof, f.since), default=None)

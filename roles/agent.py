@@ -1,0 +1,248 @@
+"""``python -m rrl.roles.agent FILE``: the small process on each node that outlives the roles there.
+
+It tells that the node lives and which steps live on it, is the witness when a step's first process vanishes without an
+exit record, ends what a dead step left behind, and performs injected faults. It starts nothing. It sees only the steps
+of its own run and node (the launch file names both), also where several virtual nodes share one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+import msgspec
+
+from rrl.roles.faults import PERFORM, NotPerformed, find_target
+from rrl.roles.first import FirstProcess, say
+from rrl.roles.processes import Census
+from rrl.spec.launch import Launch, read_exit, read_launch
+from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
+from rrl.spec.words import Life
+from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected
+
+BEAT_ENV = "RRL_BEAT"
+"""s between two beats, in the launch file's environment"""
+BEAT = 1.0
+RECHECK = 0.2
+"""s after which the exit record of a vanished step is looked for again: shared storage may show it late"""
+SWEEP_WITHIN = 10.0
+"""s for processes to end on SIGKILL; the next beat tries again"""
+RUN_OVER_FOR = 30.0
+"""s that the run must have been over, without a manager, before the agent ends what is left here and leaves"""
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m rrl.roles.agent FILE.launch", file=sys.stderr)
+        return 2
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    launch_file = os.path.abspath(sys.argv[1])
+    asyncio.run(_live(read_launch(Path(launch_file)), launch_file))
+    return 0
+
+
+async def _live(launch: Launch, launch_file: str) -> None:
+    first = FirstProcess(launch, launch_file)
+    async with first.running():
+        if await first.admission():
+            agent = _Agent(first)
+            tasks = [asyncio.create_task(agent.beats()), asyncio.create_task(agent.watch())]
+            for task in tasks:
+                task.add_done_callback(lambda _: first.news.set())
+            await first.until(lambda: any(task.done() for task in tasks))
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    await first.finish(1, None, f"exited: {result!r}")
+                    raise result
+        await first.finish(0, None, first.why or "asked")
+
+
+class _Agent:
+    def __init__(self, first: FirstProcess) -> None:
+        self._first = first
+        self._beat = float(first.launch.env.get(BEAT_ENV) or os.environ.get(BEAT_ENV) or BEAT)
+        self._census = Census(first.steps)
+        self._launches: dict[str, Launch | None] = {}
+        """by path; None: of another node, or not a launch file"""
+        self._alive: dict[str, Process] = {}
+        """first processes of steps here, by launch file"""
+        self._gone: dict[str, Gone] = {}
+        self._losing: set[str] = set()
+        self._running: set[asyncio.Future[Any]] = set()
+        first.greet, first.hear = self._hello, self._hear
+
+    async def beats(self) -> None:
+        dialer, launch = self._first.dialer, self._first.launch
+        for message in self._hello():
+            await dialer.send(message)
+        while True:
+            if dialer.connected:
+                alive = sorted(filter(None, map(self._tag, self._alive)))
+                await dialer.send(AgentBeat(launch.life, launch.node, tuple(alive)))
+            await asyncio.sleep(self._beat)
+
+    async def watch(self) -> None:
+        """One look at /proc a beat, for what is new; an end is told by its pidfd at once."""
+        loop = asyncio.get_running_loop()
+        over_since: float | None = None
+        while True:
+            await self._look()
+            if self._first.dialer.connected or not await asyncio.to_thread(self._run_is_over):
+                over_since = None
+            elif over_since is None:
+                over_since = loop.time()
+            elif loop.time() - over_since > RUN_OVER_FOR:
+                await self._end_the_rest()
+                self._first.leave("asked", 0.0)
+                return
+            await asyncio.sleep(self._beat)
+
+    # ── seeing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _look(self) -> None:
+        found = self._census.take()
+        for path in {process.launch for process in found} - self._launches.keys():
+            await asyncio.to_thread(self._read_launch, path)
+        for process in found:
+            if self._launches.get(process.launch) is None:
+                continue
+            if process.module == STEP_MODULE and process.launch not in self._alive:
+                self._follow(process)
+            elif _is_orphan(process):
+                self._lose(process.launch)
+
+    def _follow(self, process: Process) -> None:
+        fd = open_pidfd(process)
+        if fd is None:
+            self._lose(process.launch)
+            return
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(fd)
+            os.close(fd)
+            del self._alive[process.launch]
+            self._lose(process.launch)
+
+        self._alive[process.launch] = process
+        loop.add_reader(fd, ended)
+
+    def _lose(self, path: str) -> None:
+        """The first process is no more: end what it left, and be the witness if it could not say so itself."""
+        launch = self._launches.get(path)
+        if launch is not None and path not in self._losing:
+            self._losing.add(path)
+            lost = asyncio.gather(self._sweep({path}, _is_orphan), self._witness(launch))
+            lost.add_done_callback(lambda _: self._losing.discard(path))
+            self._keep(lost)
+
+    async def _witness(self, launch: Launch) -> None:
+        exit_file = self._first.run.exit_file(launch.tag)
+        if launch.tag in self._gone or await asyncio.to_thread(read_exit, exit_file) is not None:
+            return
+        await asyncio.sleep(RECHECK)
+        if await asyncio.to_thread(read_exit, exit_file) is None:
+            self._gone[launch.tag] = Gone(launch.life, launch.tag, launch.node)
+            await self._first.dialer.send(self._gone[launch.tag])
+
+    def _read_launch(self, path: str) -> Launch | None:
+        """The launch of a step on this node. Remembered, also that it is not one; but not that it cannot be read."""
+        try:
+            launch = read_launch(Path(path))
+        except OSError:
+            return None
+        except msgspec.DecodeError:
+            launch = None
+        here = launch is not None and launch.node == self._first.launch.node
+        self._launches[path] = launch if here else None
+        return self._launches[path]
+
+    def _tag(self, path: str) -> str | None:
+        launch = self._launches[path]
+        return launch.tag if launch else None
+
+    # ── speaking ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _hello(self) -> Sequence[Any]:
+        launch = self._first.launch
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        me = AgentHello(launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot)
+        return [me, *self._gone.values()]
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case Inject():
+                self._keep(asyncio.create_task(self._inject(message)))
+            case Fenced():
+                self._keep(asyncio.create_task(self._end_life(message.life)))
+
+    async def _inject(self, order: Inject) -> None:
+        path = f"{self._first.steps}/{self._first.run.launch_file(order.tag).name}"
+        try:
+            if await asyncio.to_thread(self._read_launch, path) is None:
+                raise NotPerformed(f"{order.tag} is not a step of this run on {self._first.launch.node}")
+            detail = PERFORM[order.fault.kind](find_target(path))
+            answer = Injected(order.fault, True, detail)
+        except (NotPerformed, OSError) as error:
+            answer = Injected(order.fault, False, str(error))
+        await self._first.dialer.send(answer)
+
+    # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _sweep(self, paths: Collection[str], which: Callable[[Process], bool]) -> None:
+        """End those processes of the steps at ``paths`` that are ``which``."""
+
+        def find() -> list[Process]:
+            return [process for process in processes(self._first.steps) if process.launch in paths and which(process)]
+
+        _, left = await asyncio.to_thread(sweep, find, SWEEP_WITHIN)
+        if left:
+            print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
+
+    async def _end_life(self, life: Life) -> None:
+        """Another life on this node is no longer believed, and perhaps does not hear it."""
+        await self._sweep([path for path, launch in self._launches.items() if launch and launch.life == life], _any)
+
+    def _run_is_over(self) -> bool:
+        run = self._first.run
+        return run.summary.exists() or not run.path.exists()
+
+    async def _end_the_rest(self) -> None:
+        """The run is over and nobody came to stop these steps: ask them, then make sure."""
+        for process in self._alive.values():
+            send(process, SIGTERM)
+        grace = max((launch.grace for path in self._alive if (launch := self._launches[path])), default=0.0)
+        deadline = asyncio.get_running_loop().time() + grace + 1.0
+        while self._alive and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(RECHECK)
+
+        await self._sweep([path for path, launch in self._launches.items() if launch], _any)
+
+    def _keep(self, task: asyncio.Future[Any]) -> None:
+        """Tasks that nobody waits for are held until they end, and say what went wrong."""
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(say)
+
+
+def _any(process: Process) -> bool:
+    return process.module != AGENT_MODULE
+
+
+def _is_orphan(process: Process) -> bool:
+    """What a first process started, and that one has ended. A wrapper on the way to a first process carries no mark."""
+    if not process.step:
+        return False
+    pid, _, started = process.step.partition(".")
+    first = look(int(pid))
+    return first is None or str(first.started) != started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""A checkpoint as files: its folder, and the manifest by which a commit record names it file by file.
+
+No torch here: any trainer's files, in any format. Only what a manifest names is ever read; never a directory listing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class DamagedCheckpoint(Exception):
+    """The files are not those that were committed: one is missing, or its bytes are others."""
+
+
+def folder_name(number: int, incarnation: int, attempt: int) -> str:
+    """Of one attempt of one life at step ``number``. Never used twice: a checkpoint written over another one mixes old
+    and new values without an error (measured)."""
+    return f"{number:08}-{incarnation}-{attempt}"
+
+
+def incarnation_of(folder: str) -> int | None:
+    """Which life made a folder of this name; None for a name that is not :func:`folder_name`'s."""
+    match = re.fullmatch(r"\d{8,}-(\d+)-\d+", folder)
+    return int(match[1]) if match else None
+
+
+def manifest_of(run_dir: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``.
+
+    All files of one folder. Raises ValueError when there are none, in more than one folder, or outside the run.
+    """
+    paths = sorted(files)
+    folders = {path.parent for path in paths}
+    if len(folders) != 1:
+        raise ValueError(f"a checkpoint is the files of one folder, not of {len(folders)}")
+    folder = folders.pop().relative_to(run_dir)
+    return {"folder": folder.as_posix(), "files": {path.name: _digest(path) for path in paths}}
+
+
+def verified(run_dir: Path, manifest: dict[str, Any]) -> dict[str, Path]:
+    """The files that the manifest names, by name, each read and compared. Raises DamagedCheckpoint."""
+    folder = run_dir / manifest["folder"]
+    files = {name: folder / name for name in manifest["files"]}
+    for name, path in files.items():
+        expected = manifest["files"][name]
+        try:
+            found = _digest(path)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
+        if found != expected:
+            raise DamagedCheckpoint(f"{path}: has {found}, committed was {expected}")
+    return files
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"sha256": digest, "bytes": file.tell()}

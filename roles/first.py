@@ -1,0 +1,191 @@
+"""What the first process of every step does, be it the launcher of a role or the agent: ask whether it is wanted, obey,
+watch its own launcher, and leave an exit record."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rrl.roles.processes import adopt_orphans
+from rrl.spec.launch import ExitRecord, Launch
+from rrl.spec.processes import look
+from rrl.spec.rundir import RunDir, write_atomically
+from rrl.spec.words import NodeName
+from rrl.transport.control import Address, Dialer
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import Admitted, Down, Fenced, StepExit, Stop, Wanted
+
+ADMISSION = 60.0
+"""s to wait for the answer to Wanted: a manager that dies at the launch is replaced within its lease (10 s) and its own
+start; after that the next manager launches anew, under another tag"""
+LAST_WORDS = 2.0
+"""s for a manager to be there to hear StepExit; the record on disk is the truth"""
+
+
+class FirstProcess:
+    """One life of a first process. ``why`` is None until there is a reason to leave; the first one stands, and each can
+    only shorten the time that is left (``by``, of the loop's clock). ``news`` is set at every change."""
+
+    def __init__(self, launch: Launch, launch_file: str) -> None:
+        me = look(os.getpid())
+        assert me is not None  # we are alive
+        self.launch, self.launch_file, self.me = launch, launch_file, me
+        self.run = RunDir(Path(launch.run_dir))
+        self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
+        self.steps = os.path.dirname(launch_file)
+        """the folder of launch files as the manager spells it: marks are compared as text"""
+        self.why: str | None = None
+        self.by = float("inf")
+        self.news = asyncio.Event()
+        self.greet: Callable[[], Sequence[Any]] = tuple
+        """what a (new) manager must know, beyond Wanted"""
+        self.hear: Callable[[Any], None] = lambda message: None
+        """takes what the manager says beyond Admitted, and beyond Stop and Fenced of this life"""
+        self._told: StepExit | None = None
+        self._admitted = False
+        self._greeted = asyncio.Event()
+        try:
+            keys = RunKeys.load(self.run.keys)
+        except OSError as error:
+            why = f"not started: {error}"
+            _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, None, None, why, time.time()))
+            raise
+        self.dialer = Dialer(keys, Down, self._find_manager, self._hello)
+
+    def leave(self, why: str, grace: float) -> None:
+        self.why = self.why or why
+        self.by = min(self.by, asyncio.get_running_loop().time() + grace)
+        self.news.set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Signals, launcher and manager are heard inside."""
+        adopt_orphans()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.leave, "asked", self.launch.grace)
+        if self.launch.dies_with_launcher:
+            self._watch_launcher()
+        tasks = [asyncio.create_task(self.dialer.run()), asyncio.create_task(self._obey())]
+        for task in tasks:
+            task.add_done_callback(say)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await self.dialer.close()
+
+    async def admission(self) -> bool:
+        """Ask whether we are wanted. False when there is a reason to leave (``why``)."""
+        wanted = asyncio.create_task(self.dialer.ask(self._wanted(), ADMISSION))
+        wanted.add_done_callback(lambda task: self.news.set())
+        await self.until(wanted.done)
+        if wanted.done():
+            try:
+                answer = wanted.result()
+            except TimeoutError:
+                self.leave("unwanted: no manager answered", 0.0)
+            else:
+                self._admitted = True
+                self._take(answer)
+        else:
+            wanted.cancel()
+        return self.why is None
+
+    async def until(self, over: Callable[[], bool]) -> None:
+        """Returns once ``over()`` (look again at every ``news``) or once there is a reason to leave."""
+        while not over() and self.why is None:
+            self.news.clear()
+            await self.news.wait()
+
+    async def finish(self, code: int | None, number: int | None, why: str) -> None:
+        """Leave the exit record, then tell the manager if there is one within ``LAST_WORDS`` s."""
+        launch = self.launch
+        _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, code, number, why, time.time()))
+        self._told = StepExit(launch.life, launch.tag, code, number, why)
+        if self.dialer.connected:
+            await self.dialer.send(self._told)
+        else:
+            self._greeted.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._greeted.wait(), LAST_WORDS)
+
+    def _wanted(self) -> Wanted:
+        return Wanted(self.launch.life, self.launch.tag, self.node, self.me.pid)
+
+    def _hello(self) -> Sequence[Any]:
+        """To every manager: the old one's Admitted does not bind the next."""
+        self._greeted.set()
+        if self._told is not None:
+            return [self._told]
+        return [self._wanted(), *self.greet()] if self._admitted else []
+
+    def _find_manager(self) -> Address | None:
+        try:
+            return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    async def _obey(self) -> None:
+        while True:
+            self._take(await self.dialer.pushed())
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Admitted(tag=self.launch.tag):
+                if not message.ok:
+                    self.leave(f"unwanted: {message.why}", 0.0)
+            case Fenced(life=self.launch.life):
+                self.leave(f"unwanted: {message.why}", 0.0)
+            case Stop(life=self.launch.life):
+                self.leave("asked", message.grace)
+            case _:
+                self.hear(message)
+
+    def _watch_launcher(self) -> None:
+        """By pidfd: a parent-death signal would follow the thread that forked us, not its process."""
+        loop = asyncio.get_running_loop()
+        parent = os.getppid()
+        if parent == 0:  # outside of our pid namespace: it cannot be watched from here
+            return
+        if parent == 1:  # it died before we could look
+            self.leave("launcher died", 0.0)
+            return
+        try:
+            fd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            self.leave("launcher died", 0.0)
+            return
+
+        def died() -> None:
+            loop.remove_reader(fd)
+            os.close(fd)
+            self.leave("launcher died", 0.0)
+
+        loop.add_reader(fd, died)
+        if os.getppid() != parent:  # it died meanwhile, and its pid may be somebody else's
+            self.leave("launcher died", 0.0)
+
+
+def _leave_record(launch: Launch, record: ExitRecord) -> None:
+    try:
+        write_atomically(RunDir(Path(launch.run_dir)).exit_file(launch.tag), msgspec.json.encode(record))
+    except OSError as error:  # the run directory is full, or gone with the run
+        print(f"rrl: no exit record: {error}; {record}", file=sys.stderr)
+
+
+def say(task: asyncio.Future[Any]) -> None:
+    """Done-callback of a background task: what went wrong in it goes to the step's own log, and the role goes on."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        print(f"rrl: {error!r}", file=sys.stderr)

@@ -1,0 +1,263 @@
+"""The thread behind a worker: everything that a role says and hears, so that its own code may compute for minutes.
+
+One asyncio loop in one daemon thread: the dialer to the manager, the conversation with the trajectory store, the weight
+plane, the beats. What the worker API needs of it are blocking calls (:meth:`Link.call`) and a few plain attributes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from rrl.roles.trajectories.client import TrajectoryClient
+from rrl.spec.launch import Launch
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import NodeName, ReplicaId, Version
+from rrl.transport import messages as msg
+from rrl.transport.control import Address, Dialer
+from rrl.transport.keys import RunKeys
+from rrl.transport.weights.pipe import Pipe, open_pipe
+from rrl.transport.weights.store import Held, WeightStore
+from rrl.transport.weights.swarm import PullFailed, pull
+
+FENCED_EXIT = 81
+"""Exit code of a worker that learned that it is no longer believed."""
+TOLD_AFTER = 0.25
+"""s that a phase must last before it is told by itself; shorter ones are only seen by the next beat"""
+WELCOME_BY = 60.0
+"""s for a manager to welcome a worker: longer than a manager's restart"""
+STORE = ReplicaId("trajectories/0")
+
+T = TypeVar("T")
+
+
+class Link:
+    """Made and started by :func:`rrl.join`. Attributes are written by the loop's thread and read by the worker's."""
+
+    def __init__(self, launch: Launch, run: RunDir, keys: RunKeys, beat: float, transport: dict[str, Any]) -> None:
+        self.launch, self.run, self.keys = launch, run, keys
+        self.peers: msg.Peers | None = None
+        self.stopping = threading.Event()
+        self.node = NodeName(os.environ.get("SLURMD_NODENAME") or launch.node)
+        self.host = own_address() if "SLURM_JOB_ID" in os.environ else "127.0.0.1"
+        """where this process listens: loopback on the local cluster, else the address of the host's name"""
+        self.weights = WeightStore()
+        self._beat, self._transport = beat, transport
+        self._moves_weights = launch.life.replica.split("/")[0] in ("trainer", "rollout")
+        self._pulls = launch.life.replica.startswith("rollout/")
+        self._phase, self._done = "starting", 0
+        self._waits_for: ReplicaId | None = None
+        self._told = ""
+        self._worked = False
+        self._listens: str | None = None
+        self._serves: str | None = None
+        self._committed: int | None = None
+        self._on_peers: list[Callable[[msg.Peers], None]] = []
+        self._welcomed = threading.Event()
+        self._new_version = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="rrl-link", daemon=True)
+        self._failure: BaseException | None = None
+        self._peers_changed = asyncio.Event()
+
+    # ── for the worker's thread ────────────────────────────────────────────────────────────────────────────────────
+    def start(self) -> None:
+        """Returns once the manager has said Welcome. Raises TimeoutError, or whatever kept the link from starting."""
+        self._thread.start()
+        if not self._welcomed.wait(WELCOME_BY):
+            raise TimeoutError(f"no manager of {self.run.id} said welcome within {WELCOME_BY:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it in the loop and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def soon(self, what: Callable[..., None], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(what, *args)
+
+    def enter(self, phase: str, waits_for: ReplicaId | None = None) -> None:
+        self._phase, self._waits_for = phase, waits_for
+        self.soon(self._tell_later, phase)
+
+    @property
+    def phase(self) -> tuple[str, ReplicaId | None]:
+        return self._phase, self._waits_for
+
+    def progress(self, units: int) -> None:
+        self._done += units
+        if not self._worked and units > 0:
+            self._worked = True
+            self.say(msg.FirstWork(self.launch.life))
+
+    def say(self, message: Any) -> None:
+        """Tell the manager, without waiting."""
+        asyncio.run_coroutine_threadsafe(self._dialer.send(message), self._loop)
+
+    def announce(self, listens: str) -> None:
+        """From now on this replica offers a service at ``listens``."""
+        self._listens = listens
+        self.say(self._hello())
+
+    def committed(self, step: int, metrics: dict[str, float]) -> None:
+        self._committed = step
+        self.say(msg.Committed(self.launch.life, step, metrics))
+
+    def holds(self, version: Version) -> None:
+        self._new_version.set()
+        self.say(msg.Holds(self.launch.life, version))
+
+    def wait_version(self, timeout: float) -> Held | None:
+        """The newest complete version; waits up to ``timeout`` s for the first one."""
+        if self.weights.current() is None:
+            self._new_version.wait(timeout)
+        return self.weights.current()
+
+    def on_peers(self, callback: Callable[[msg.Peers], None]) -> None:
+        """``callback`` is called in the link's thread at every change, and now if peers are known."""
+        self._on_peers.append(callback)
+        if self.peers is not None:
+            self.soon(callback, self.peers)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(timeout=10)
+            self.soon(self._loop.stop)
+            self._thread.join(timeout=10)
+
+    @property
+    def store(self) -> TrajectoryClient:
+        return self._store
+
+    # ── in the loop's thread ───────────────────────────────────────────────────────────────────────────────────────
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._open())
+        except BaseException as error:
+            self._failure = error
+            self._welcomed.set()
+            return
+        self._loop.run_forever()
+
+    async def _open(self) -> None:
+        self._pipe: Pipe | None = None
+        if self._moves_weights:
+            self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
+            self._serves = await self._pipe.serve(self.weights, self.host)
+        self._dialer = Dialer(self.keys, msg.Down, self._find_manager, lambda: [self._hello()])
+        self._store = TrajectoryClient(self.keys, self.launch.life, self._find_store)
+        self._tasks = [
+            self._loop.create_task(coroutine)
+            for coroutine in (self._dialer.run(), self._listen(), self._beats(), self._store.run(), self._follow())
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_loud)
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._pipe is not None:
+            await self._pipe.close()
+        await self._store.close()
+        await self._dialer.close()
+
+    def _hello(self) -> msg.Hello:
+        held = self.weights.current()
+        return msg.Hello(
+            life=self.launch.life,
+            tag=self.launch.tag,
+            node=self.node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase=self._phase,
+            listens=self._listens,
+            serves=self._serves,
+            holds=held.manifest.version if held else None,
+            committed=self._committed,
+        )
+
+    def _find_manager(self) -> Address | None:
+        return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
+
+    def _find_store(self) -> Address | None:
+        peer = self.peers.peers.get(STORE) if self.peers else None
+        return None if peer is None or peer.listens is None else Address(peer.life.incarnation, peer.listens)
+
+    async def _listen(self) -> None:
+        while True:
+            message = await self._dialer.pushed()
+            if isinstance(message, msg.Welcome):
+                self._hear_peers(message.peers)
+                self._welcomed.set()
+            elif isinstance(message, msg.Peers):
+                self._hear_peers(message)
+            elif isinstance(message, msg.Fenced):
+                print(f"rrl: {self.launch.life} is fenced: {message.why}", file=sys.stderr, flush=True)
+                os._exit(FENCED_EXIT)  # whatever the worker's own thread is in the middle of must not go on
+            elif isinstance(message, msg.Stop):
+                self.stopping.set()
+
+    def _hear_peers(self, peers: msg.Peers) -> None:
+        known = self.peers
+        if known is not None and (peers.epoch, peers.seq) < (known.epoch, known.seq):
+            return
+        self.peers = peers
+        self._peers_changed.set()
+        for callback in self._on_peers:
+            callback(peers)
+
+    async def _beats(self) -> None:
+        while True:
+            await self._dialer.send(msg.Beat(self.launch.life, self._phase, self._done, self._waits_for))
+            self._told = self._phase
+            await asyncio.sleep(self._beat)
+
+    def _tell_later(self, phase: str) -> None:
+        self._loop.call_later(TOLD_AFTER, self._tell, phase)
+
+    def _tell(self, phase: str) -> None:
+        if phase == self._phase and phase != self._told:
+            self._told = phase
+            message = msg.Entered(self.launch.life, phase, self._done, self._waits_for)
+            self._loop.create_task(self._dialer.send(message))
+
+    async def _follow(self) -> None:
+        """Bring every newest version here, one after another; skip those that are superseded meanwhile."""
+        while self._pulls:
+            self._peers_changed.clear()
+            newest = self.peers.newest if self.peers else None
+            held = self.weights.current()
+            if newest is None or (held is not None and held.manifest.version >= newest):
+                await self._peers_changed.wait()
+                continue
+            assert self._pipe is not None
+            try:
+                await pull(
+                    self.weights, newest, lambda: self.peers.holders if self.peers else (), self._pipe,
+                    chunk_by=self._transport["chunk_deadline"],
+                )  # fmt: skip
+            except PullFailed as error:
+                print(f"rrl: {newest} could not be pulled: {error}", file=sys.stderr, flush=True)
+                continue
+            self.holds(newest)
+
+
+def own_address() -> str:
+    """The address of this host's name: where others reach what listens here."""
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _loud(task: asyncio.Task[Any]) -> None:
+    """A link without one of its tasks is deaf or dumb: better to die and be replaced."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        print(f"rrl: the worker's link failed: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,156 @@
+"""The role's command in a process group of its own, and the census of a run's processes on one node.
+
+How a process is recognised and ended lies in :mod:`rrl.spec.processes`; this is what the step and the agent add.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.processes import STEP_ENV, Process, belongs, descendants, look, marks, pids, sweep
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_YOUNG = 30.0
+"""s; a process of this age or less is read again at each census: a wrapper may yet exec into a first process"""
+_FULL_EVERY = 10
+"""censuses; then the old strangers are read again too, for a pid that was reused between two censuses"""
+
+
+def adopt_orphans() -> None:
+    """Whatever leaves its session below us becomes our child, not init's: :func:`end_descendants` then finds it even if
+    it has wiped its environment."""
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+class ProcessGroup:
+    """A command in a new session, and so a process group whose id is its pid. It dies with us, even by SIGKILL.
+
+    Start it on the main thread: PR_SET_PDEATHSIG watches the thread that forked.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self.pid = popen.pid
+        self._popen = popen
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        """Done as soon as the command has ended. It stays a zombie until :meth:`reap`: its group id stays ours."""
+        self._pidfd = os.pidfd_open(popen.pid)
+        loop.add_reader(self._pidfd, self._on_end)
+        loop.add_signal_handler(signal.SIGCHLD, _reap_orphans, self.pid)
+
+    @classmethod
+    def start(cls, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int) -> ProcessGroup:
+        """Stdout and stderr go to the descriptor ``out``, stdin is empty. Raises OSError when it cannot be started."""
+        return cls(subprocess.Popen(
+            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            preexec_fn=_dies_with(os.getpid()),  # safe: one prctl, and the only other threads are libzmq's
+        ))  # fmt: skip
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal the whole group; it may be empty. Never after :meth:`reap`."""
+        kill_group(self.pid, number)
+
+    def reap(self) -> tuple[int | None, int | None]:
+        """Exit code or signal. Only after ``ended``."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        status = self._popen.wait()
+        return (status, None) if status >= 0 else (None, -status)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.ended.set_result(None)
+
+
+def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Signal a process group. False when there is none (left). Raises PermissionError."""
+    try:
+        os.killpg(group, number)
+        return True
+    except ProcessLookupError:
+        return False
+
+
+def end_descendants(me: Process, within: float) -> list[Process]:
+    """End everything that process ``me`` (this one) has started, in whatever session; the command itself is reaped.
+
+    Returns what could not be ended within ``within`` s. There are two ways to find them, for each has its gap:
+    children that were handed back to us (:func:`adopt_orphans`), and the mark.
+    """
+
+    def find() -> list[Process]:
+        _reap_orphans(keep=0)
+        below = {process.pid: process for process in descendants(me.pid)}
+        for pid in pids():
+            if pid not in below and (process := look(pid)) is not None and marks(process).step == me.name:
+                below[pid] = process
+        return list(below.values())
+
+    return sweep(find, within)[1]
+
+
+class Census:
+    """The living processes of one run on this machine, taken again and again at little cost.
+
+    Strangers are by far the most, so they are remembered once they are old.
+    """
+
+    def __init__(self, steps: str) -> None:
+        self._steps = steps
+        self._strangers: set[int] = set()
+        self._count = 0
+
+    def take(self) -> list[Process]:
+        old = (time.clock_gettime(time.CLOCK_BOOTTIME) - _YOUNG) * os.sysconf("SC_CLK_TCK")
+        known = self._strangers if self._count % _FULL_EVERY else set()
+        self._count += 1
+        strangers: set[int] = set()
+        ours: list[Process] = []
+        for pid in pids():
+            if pid in known:
+                strangers.add(pid)
+            elif (process := look(pid)) is not None:
+                if belongs(process := marks(process), self._steps):
+                    ours.append(process)
+                elif process.started < old:
+                    strangers.add(pid)
+        self._strangers = strangers
+        return ours
+
+
+def command_env(env: Mapping[str, str], launch_file: str, me: Process) -> dict[str, str]:
+    """The environment of a role's command. The marks come first; SPT_NOENV keeps setproctitle (vLLM uses it) from
+    writing titles over the environment that sweeps read."""
+    ours = {LAUNCH_ENV: launch_file, STEP_ENV: me.name, "SPT_NOENV": "1"}
+    return ours | dict(env) | ours
+
+
+def _dies_with(parent: int) -> Callable[[], None]:
+    def in_child() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return in_child
+
+
+def _reap_orphans(keep: int) -> None:
+    """Take leave of zombies that were handed to us, but not of the command: its pid must stay its own."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == keep:
+            return
+        os.waitpid(ended.si_pid, 0)

@@ -1,0 +1,180 @@
+"""An engine in plain torch: batched sampling with a key-value cache, a log-probability and a version per token.
+
+A trajectory that another life began is not special: its prefix is read like a longer prompt. That is also how running
+trajectories survive new weights: their prefix is read again under them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from rrl.roles.model import log_probs
+from rrl.roles.rollout.engine import Grown, Sampling
+from rrl.roles.trajectories.types import Item, Segment
+from rrl.spec.words import Life, Version
+
+
+def seed_of(run_seed: int, life: Life) -> int:
+    """A seed for this life alone: a replacement that sampled what the dead one did would add nothing."""
+    digest = hashlib.sha256(f"{run_seed} {life}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+class TorchEngine:
+    """``model`` is any transformers causal language model; ``eos`` ends a trajectory; ``seed`` is this life's."""
+
+    def __init__(self, model: nn.Module, *, eos: int, seed: int) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._eos = eos
+        self._chance = torch.Generator().manual_seed(seed)
+        self._version: Version | None = None
+
+    def generate(self, items: Sequence[Item], sampling: Sampling) -> Iterator[Grown]:
+        """See :class:`rrl.roles.rollout.engine.Engine`. Raises RuntimeError before the first :meth:`load`."""
+        if self._version is None:
+            raise RuntimeError("no weights were loaded yet")
+        rows = [_Row(item) for item in items]
+        nowhere_to_grow = [row.trajectory for row in rows if row.ended(self._eos)]
+        if nowhere_to_grow:
+            yield [], nowhere_to_grow
+            rows = [row for row in rows if not row.ended(self._eos)]
+        flight: _Flight | None = None
+        while rows:
+            if flight is None or flight.version != self._version:
+                flight = _Flight(rows, self._version)
+            segments = self._grow(flight, rows, sampling)
+            alive = [place for place, row in enumerate(rows) if not row.ended(self._eos)]
+            yield segments, [row.trajectory for row in rows if row.ended(self._eos)]
+            if len(alive) < len(rows):
+                rows = [rows[place] for place in alive]
+                flight.keep(alive)
+
+    def _grow(self, flight: _Flight, rows: Sequence[_Row], sampling: Sampling) -> list[Segment]:
+        tokens, logprobs = self._decode(flight, torch.tensor([row.left for row in rows]), sampling)
+        return [
+            row.grow(these, theirs, flight.version, self._eos)
+            for row, these, theirs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        ]
+
+    @torch.inference_mode()  # here and not on generate(): between its yields the mode would leak into the caller
+    def _decode(self, flight: _Flight, left: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """The next tokens of every row and their log-probabilities, both [B, n]; a row that ends early is filled up."""
+        tokens, logprobs = [], []
+        done = torch.zeros(len(left), dtype=torch.bool)
+        for count in range(1, sampling.segment_tokens + 1):
+            every = log_probs(flight.read(self._model), sampling.temperature)
+            if sampling.greedy:
+                chosen = every.argmax(-1)
+            else:
+                chosen = torch.multinomial(every.exp(), 1, generator=self._chance)[:, 0]
+            tokens.append(chosen)
+            logprobs.append(every.gather(1, chosen[:, None])[:, 0])
+            flight.unread = chosen[:, None]
+            done |= (chosen == self._eos) | (left <= count)
+            if done.all():
+                break
+        return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+
+    def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        given = dict(tensors)
+        have = self._model.state_dict()
+        if given.keys() != have.keys():
+            raise ValueError(f"{version}: not this model's tensors: {sorted(given.keys() ^ have.keys())[:4]} differ")
+        for name, tensor in given.items():
+            if tensor.shape != have[name].shape:
+                raise ValueError(f"{version}: {name} is {tuple(tensor.shape)}, here {tuple(have[name].shape)}")
+        self._model.load_state_dict(given)
+        self._version = version
+
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        logits = self._model(input_ids=torch.tensor([[0]]), use_cache=False).logits
+        if not bool(torch.isfinite(logits).all()):
+            raise RuntimeError(f"the model with weights {self._version} does not give finite logits")
+
+    def close(self) -> None:
+        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        self._version = None
+
+
+class _Row:
+    """One trajectory in the making."""
+
+    def __init__(self, item: Item) -> None:
+        grown = [token for segment in item.so_far for token in segment.tokens]
+        self.trajectory = item.trajectory
+        self.tokens = [*item.prompt, *grown]
+        self.offset = len(grown)
+        self.left = item.max_new
+
+    def ended(self, eos: int) -> bool:
+        return self.left <= 0 or (self.offset > 0 and self.tokens[-1] == eos)
+
+    def grow(self, tokens: list[int], logprobs: list[float], version: Version, eos: int) -> Segment:
+        """Take what belongs to this row: up to its end of sequence, or to what it may still grow."""
+        end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
+        end = min(end, self.left)
+        segment = Segment(self.trajectory, self.offset, tuple(tokens[:end]), tuple(logprobs[:end]), version)
+        self.tokens += tokens[:end]
+        self.offset += end
+        self.left -= end
+        return segment
+
+
+class _Flight:
+    """A batch on its way: what the model has read of it (the cache) and what it is to read next.
+
+    Rows of different length are padded on the left. Equal prefixes, as in a GRPO group, are read once.
+    """
+
+    def __init__(self, rows: Sequence[_Row], version: Version) -> None:
+        self.version = version
+        unique: dict[tuple[int, ...], int] = {}
+        places = [unique.setdefault(tuple(row.tokens), len(unique)) for row in rows]
+        longest = max(len(prefix) for prefix in unique)
+        self.unread = torch.tensor([[0] * (longest - len(prefix)) + list(prefix) for prefix in unique])
+        """[B, n], of unique prefixes at first"""
+        self._spread: Tensor | None = torch.tensor(places)
+        """which prefix each row has; None once the cache has a row for each row"""
+        self._seen: Tensor | None = None
+        """[B, tokens read and unread], 0 for padding; None when nothing is padded"""
+        if any(len(prefix) < longest for prefix in unique):
+            padding = torch.tensor([[longest - len(prefix)] for prefix in unique])
+            self._seen = (torch.arange(longest)[None, :] >= padding).long()
+        self._cache = DynamicCache()
+
+    def read(self, model: nn.Module) -> Tensor:
+        """Logits of the token after what is unread: [B, vocabulary]."""
+        more: dict[str, Any] = {}
+        if self._seen is not None:
+            grown = self._cache.get_seq_length() + self.unread.shape[1] - self._seen.shape[1]
+            self._seen = torch.nn.functional.pad(self._seen, (0, grown), value=1)
+            position = (self._seen.cumsum(1) - 1).clamp(min=0)
+            more = {"attention_mask": self._seen, "position_ids": position[:, -self.unread.shape[1] :]}
+        output = model(input_ids=self.unread, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **more)
+        logits: Tensor = output.logits[:, -1]
+        if self._spread is not None:
+            logits = logits[self._spread]
+            self._select(self._spread)
+            self._spread = None
+        return logits
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        if places:
+            index = torch.tensor(places)
+            self.unread = self.unread[index]
+            self._select(index)
+
+    def _select(self, index: Tensor) -> None:
+        self._cache.batch_select_indices(index)
+        if self._seen is not None:
+            self._seen = self._seen[index]

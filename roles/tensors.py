@@ -1,0 +1,63 @@
+"""torch tensors as bytes and back. The weight plane moves bytes and knows no torch; this is where the two meet.
+
+A tensor travels as its elements in row-major order, in this machine's byte order, whatever its dtype: nothing is
+converted on the way. A tied tensor travels under each of its names, so that nobody at the other end need know of ties.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from rrl.transport.weights.manifest import TensorSpec
+
+PackedTensor = tuple[str, str, tuple[int, ...], memoryview]
+"""Name, dtype (``"float32"``, ``"bfloat16"``, ...), shape, and the bytes (format ``B``)."""
+
+
+def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
+    """The tensors' bytes: views of them where they are contiguous and on the CPU, else copies. Use them before the
+    tensors change. Any layout and device; quantised and sparse tensors are refused with ValueError.
+    """
+    packed: list[PackedTensor] = []
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            what = f"{tensor.layout}, {tensor.dtype}"
+            raise ValueError(f"{name}: only dense, unquantised tensors can be sent, not {what}")
+        # As bytes before numpy sees it: numpy has no bfloat16.
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        packed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(content)))
+    return packed
+
+
+def unpack(specs: Iterable[TensorSpec], flat: memoryview) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, as views of ``flat`` where they lie aligned in it, else as copies.
+
+    A view is as good as the memory under it, and must not be written to. Raises ValueError when a dtype is not torch's
+    or a tensor does not lie within ``flat``.
+    """
+    flat = flat.cast("B")
+    for each in specs:
+        dtype = getattr(torch, each.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{each.name}: torch has no dtype {each.dtype!r}")
+        yield each.name, _tensor(each, dtype, flat)
+
+
+def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
+    count = 1
+    for length in spec.shape:
+        count *= length
+    end = spec.offset + count * dtype.itemsize
+    if spec.offset < 0 or min(spec.shape, default=0) < 0 or end > len(flat):
+        raise ValueError(f"{spec.name}: bytes {spec.offset} to {end} are not within {len(flat)}")
+    if count == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    place = flat[spec.offset : end]
+    with warnings.catch_warnings():  # torch warns of views of read-only memory, which is what a received version is
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        aligned = torch.frombuffer(place, dtype=torch.uint8).data_ptr() % dtype.itemsize == 0
+        return torch.frombuffer(place if aligned else bytearray(place), dtype=dtype).view(spec.shape)

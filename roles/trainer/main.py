@@ -1,0 +1,57 @@
+"""The built-in trainer: GRPO in one process. ``python -m`` runs it.
+
+A step counts when its checkpoint is committed. A trainer that starts anew restores the newest commit, publishes its
+weights at once, and is given the batches after it: the same ones, if its predecessor had already asked for them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+import rrl
+from rrl.roles.model import ModelSpec, build_model
+from rrl.roles.tensors import pack
+from rrl.roles.tokenizer import Tokenizer
+from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.roles.trainer.learner import Learner, LearnerSettings
+
+
+def main() -> None:
+    with rrl.join() as me:
+        learner = _learner(me)
+        checkpoints = Checkpoints(me.run_dir, me.launch.life.incarnation, me.settings["keep_checkpoints"])
+        if me.committed_manifest is None:
+            with me.phase("train"):
+                learner.warm_start(_warm_start_examples(me.job, me.settings))
+        else:
+            with me.phase("checkpoint"):
+                learner.restore(checkpoints.read(me.committed_manifest))
+        checkpoints.remove_garbage()
+        with me.phase("publish"):
+            me.publish(learner.number, pack(learner.weights()))
+        for batch in me.batches(after=learner.number):
+            with me.phase("train"):
+                metrics = learner.step(batch)
+            with me.phase("checkpoint"):
+                files = checkpoints.write(me.checkpoint_dir(batch.number), learner.state())
+                me.commit(batch.number, files, metrics)
+                checkpoints.committed(files)
+            with me.phase("publish"):
+                me.publish(batch.number, pack(learner.weights()))
+
+
+def _learner(me: rrl.Worker) -> Learner:
+    torch.set_num_threads(me.settings["threads"])
+    tokenizer = Tokenizer(me.job["model"]["tokenizer"])
+    model = build_model(msgspec.convert(me.job["model"], ModelSpec), tokenizer.size, me.job["run"]["seed"])
+    return Learner(
+        model,
+        msgspec.convert(me.settings, LearnerSettings),
+        steps=me.job["run"]["steps"],
+        temperature=me.job["sampling"]["temperature"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The store as its users see it: one method a request, said with the same words until it is answered.
+
+A store that restarts is not noticed here, but for the time that it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from rrl.roles.trajectories.types import (
+    Answer,
+    Append,
+    Batch,
+    Bound,
+    Commit,
+    CommittedState,
+    Denied,
+    GetBatch,
+    GetCommitted,
+    Item,
+    Leased,
+    LeaseScoring,
+    LeaseWork,
+    NotYet,
+    PostScores,
+    Request,
+    Score,
+    Scoring,
+    Segment,
+    ToScore,
+)
+from rrl.spec.words import Life, role_of
+from rrl.transport.control import Address, Dialer
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import Peers
+
+_AGAIN = 5.0
+"""s beyond a request's own wait after which it is said again: an answer can be lost without the connection"""
+_PAUSE = 0.1
+"""s before a request is said again that the store could not judge yet"""
+
+
+class Refused(RuntimeError):
+    """The store denied a request for good."""
+
+
+class Fenced(Refused):
+    """This life is not believed any more: it must leave."""
+
+
+def store_address(peers: Peers | None, role: str = "trajectories") -> Address | None:
+    """Where the store listens; its incarnation is the epoch, so that an older store is not listened to."""
+    for replica, peer in (peers.peers if peers else {}).items():
+        if role_of(replica) == role and peer.listens:
+            return Address(peer.life.incarnation, peer.listens)
+    return None
+
+
+class TrajectoryClient:
+    """The store, asked as ``life``. Belongs to the asyncio loop in which it is made; :meth:`run` is its task.
+
+    Every method raises TimeoutError when the store does not answer within ``patience`` s (beyond a ``wait``),
+    Fenced when this life must leave, and Refused for any other denial.
+    """
+
+    def __init__(
+        self, keys: RunKeys, life: Life, find_store: Callable[[], Address | None], *, patience: float = 600.0
+    ) -> None:
+        self._life = life
+        self._patience = patience
+        self._dialer = Dialer(keys, Answer, find_store)
+        self._writing: set[int] = set()
+        self._scoring: set[int] = set()
+
+    async def run(self) -> None:
+        """Find the store, lose it, find it again; until closed or cancelled."""
+        await self._dialer.run()
+
+    async def close(self) -> None:
+        await self._dialer.close()
+
+    async def lease(self, at_most: int, wait: float = 1.0) -> tuple[Item, ...]:
+        """Up to ``at_most`` trajectories beyond those in hand; none when there is no work within ``wait`` s."""
+        answer = await self._ask(LeaseWork(self._life, at_most, wait, tuple(sorted(self._writing))), wait)
+        items = answer.items if isinstance(answer, Leased) else ()
+        self._writing.update(item.trajectory for item in items)
+        return items
+
+    async def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+        """Durable when it returns. Returns the trajectories that are not ours any more: stop working on them."""
+        lost: set[int] = set()
+        while True:
+            kept = tuple(segment for segment in segments if segment.trajectory not in lost)
+            ended = tuple(trajectory for trajectory in finished if trajectory not in lost)
+            answer = await self._until_judged(Append(self._life, kept, ended))
+            if not isinstance(answer, Denied):
+                break
+            if not answer.lost:
+                self._raise(answer)
+            lost.update(answer.lost)
+        self._writing -= lost.union(finished)
+        return tuple(sorted(lost))
+
+    async def lease_scoring(self, at_most: int, wait: float = 1.0) -> tuple[ToScore, ...]:
+        """Up to ``at_most`` complete trajectories to score, beyond those in hand."""
+        answer = await self._ask(LeaseScoring(self._life, at_most, wait, tuple(sorted(self._scoring))), wait)
+        items = answer.items if isinstance(answer, Scoring) else ()
+        self._scoring.update(item.trajectory for item in items)
+        return items
+
+    async def post_scores(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
+        """Durable when it returns. ``failed``: what cannot be scored, and why."""
+        answer = await self._until_judged(PostScores(self._life, tuple(scores), failed or {}))
+        if isinstance(answer, Denied):
+            self._raise(answer)
+        self._scoring.difference_update([score.trajectory for score in scores], failed or {})
+
+    async def batch(self, number: int, wait: float = 5.0) -> Batch | None:
+        """The batch of step ``number``; None when there is none within ``wait`` s."""
+        answer = await self._ask(GetBatch(self._life, number, wait), wait)
+        return answer.batch if isinstance(answer, Bound) else None
+
+    async def commit(self, number: int, manifest: dict[str, Any], digest: str) -> None:
+        """Step ``number`` counts when it returns."""
+        await self._ask(Commit(self._life, number, manifest, digest), 0.0)
+
+    async def committed(self) -> CommittedState:
+        """What counts; from here on no older incarnation of this trainer can change it."""
+        answer = await self._ask(GetCommitted(self._life), 0.0)
+        assert isinstance(answer, CommittedState), answer
+        return answer
+
+    async def _ask(self, request: Request, wait: float) -> Answer:
+        answer = await self._say(request, wait)
+        if isinstance(answer, Denied):
+            self._raise(answer)
+        return answer
+
+    async def _until_judged(self, request: Request) -> Answer:
+        """For what must be done: not yet known to the store is not an answer."""
+        async with asyncio.timeout(self._patience):
+            while isinstance(answer := await self._say(request, 0.0), NotYet):
+                await asyncio.sleep(_PAUSE)
+            return answer
+
+    async def _say(self, request: Request, wait: float) -> Answer:
+        async with asyncio.timeout(wait + self._patience):
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    answer: Answer = await self._dialer.ask(request, wait + _AGAIN)
+                    return answer
+
+    def _raise(self, denied: Denied) -> NoReturn:
+        raise (Fenced if denied.fenced else Refused)(denied.why)

@@ -1,0 +1,198 @@
+"""What the store knows durably: a fold over its records. Who leases what is not here: that is volatile."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from rrl.roles.trajectories.records import (
+    FORMAT,
+    Binding,
+    Commitment,
+    Dropped,
+    Fence,
+    Grown,
+    Head,
+    Made,
+    Piece,
+    Record,
+    Scored,
+    Settled,
+    encode,
+    unpack,
+    unpack_tokens,
+)
+from rrl.roles.trajectories.types import Batch, Item, Score, ToScore, Trajectory
+from rrl.spec.words import Life, ReplicaId
+
+
+class Track(Struct, eq=False):
+    """A trajectory on its way."""
+
+    id: int
+    group: Group
+    pieces: list[Piece] = []
+    writer: Life | None = None
+    """whose words came last"""
+    finished: bool = False
+    score: Score | None = None
+
+    @property
+    def length(self) -> int:
+        return self.pieces[-1].end if self.pieces else 0
+
+
+class Group(Struct, eq=False):
+    made: Made
+    tracks: list[Track] = []
+    unscored: int = 0
+    bound: int | None = None
+    """the step it is bound to"""
+
+
+class State:
+    """``apply`` trusts its records: what may be written is the store's to judge. ``keep``: committed steps whose token
+    data stays."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self.next_group = 0
+        self.next_trajectory = 0
+        self.groups: dict[int, Group] = {}
+        self.tracks: dict[int, Track] = {}
+        self.bindings: dict[int, Binding] = {}
+        self.commitments: dict[int, Commitment] = {}
+        self.committed = 0
+        """0 before the first commit: steps count from 1"""
+        self.fences: dict[ReplicaId, int] = {}
+
+    def apply(self, record: Record) -> None:
+        match record:
+            case Grown(life, pieces, finished):
+                self._grow(life, pieces, finished)
+            case Scored(scores):
+                for score in scores:
+                    track = self.tracks[score.trajectory]
+                    track.score = score
+                    track.group.unscored -= 1
+            case Made():
+                self._make(record)
+            case Binding(number, groups):
+                self.bindings[number] = record
+                for group in groups:
+                    self.groups[group].bound = number
+            case Commitment(number):
+                self.commitments[number] = record
+                self.committed = number
+                self._settle(number - self._keep)
+            case Dropped(group):
+                if group in self.groups:  # else it is history, carried on for the audit
+                    self.bindings.pop(self.groups[group].bound or 0, None)
+                    self._forget(group)
+            case Fence(replica, incarnation):
+                self.fences[replica] = incarnation
+            case Settled():
+                pass
+            case Head(format, groups, trajectories):
+                if format != FORMAT:
+                    raise ValueError(f"trajectory log of format {format}; this version of rrl reads {FORMAT}")
+                self.next_group, self.next_trajectory = groups, trajectories
+
+    def _make(self, made: Made) -> None:
+        group = Group(made, unscored=made.size)
+        group.tracks = [Track(i, group) for i in range(made.first, made.first + made.size)]
+        self.groups[made.group] = group
+        self.tracks.update((track.id, track) for track in group.tracks)
+        self.next_group = max(self.next_group, made.group + 1)
+        self.next_trajectory = max(self.next_trajectory, made.first + made.size)
+
+    def _grow(self, life: Life, pieces: Iterable[Piece], finished: Iterable[int]) -> None:
+        for piece in pieces:
+            track = self.tracks[piece.trajectory]
+            track.pieces.append(piece)
+            track.writer = life
+        for trajectory in finished:
+            track = self.tracks[trajectory]
+            track.finished, track.writer = True, life
+
+    def _settle(self, number: int) -> None:
+        for old in [n for n in self.bindings if n <= number]:
+            for group in self.bindings.pop(old).groups:
+                self._forget(group)
+            self.commitments.pop(old, None)
+
+    def _forget(self, group: int) -> None:
+        for track in self.groups.pop(group).tracks:
+            del self.tracks[track.id]
+
+    @property
+    def latest(self) -> int:
+        """The newest bound step, or the committed one."""
+        return max(self.bindings, default=self.committed)
+
+    def head(self) -> Head:
+        return Head(FORMAT, self.next_group, self.next_trajectory)
+
+    def records(self) -> Iterator[Record]:
+        """The shortest log that folds into this state, after its ``head``."""
+        for replica, incarnation in self.fences.items():
+            yield Fence(replica, incarnation)
+        for group in self.groups.values():
+            yield group.made
+            for track in group.tracks:
+                if track.writer is not None:
+                    yield Grown(track.writer, tuple(track.pieces), (track.id,) if track.finished else ())
+            if scores := tuple(track.score for track in group.tracks if track.score is not None):
+                yield Scored(scores)
+        for number in sorted(self.bindings):
+            yield self.bindings[number]
+            if number in self.commitments:
+                yield self.commitments[number]
+
+    def bind(self, number: int, groups: tuple[int, ...]) -> Binding:
+        """The digest is over every token, log-probability, version and score that the step will see."""
+        tracks = self._tracks(groups)
+        seen = hashlib.sha256(str(number).encode())
+        for track in tracks:
+            seen.update(encode((track.id, track.group.made.prompt, track.pieces, track.score)))
+        return Binding(number, groups, len(tracks), seen.hexdigest())
+
+    def batch(self, number: int) -> Batch:
+        binding = self.bindings[number]
+        trajectories = tuple(as_trajectory(track) for track in self._tracks(binding.groups))
+        return Batch(number, binding.groups, binding.digest, trajectories)
+
+    def _tracks(self, groups: Iterable[int]) -> list[Track]:
+        return [track for group in groups for track in self.groups[group].tracks]
+
+
+# ── as others see them ─────────────────────────────────────────────────────────────────────────────────────────────
+def as_item(track: Track, max_new_tokens: int) -> Item:
+    """As a rollout gets it: with what earlier lives made of it."""
+    made = track.group.made
+    so_far = tuple(unpack(piece) for piece in track.pieces)
+    return Item(track.id, made.group, unpack_tokens(made.prompt), so_far, max(0, max_new_tokens - track.length))
+
+
+def as_trajectory(track: Track) -> Trajectory:
+    """As the trainer gets it; only of a scored one."""
+    assert track.score is not None
+    segments = [unpack(piece) for piece in track.pieces]
+    return Trajectory(
+        id=track.id,
+        group=track.group.made.group,
+        prompt=unpack_tokens(track.group.made.prompt),
+        tokens=tuple(token for segment in segments for token in segment.tokens),
+        logprobs=tuple(value for segment in segments for value in segment.logprobs),
+        versions=tuple(segment.version for segment in segments for _ in segment.tokens),
+        reward=track.score.reward,
+        training=track.score.training,
+    )
+
+
+def as_to_score(track: Track) -> ToScore:
+    """As a reward replica gets it."""
+    tokens = tuple(token for piece in track.pieces for token in unpack_tokens(piece.tokens))
+    return ToScore(track.id, track.group.made.item, tokens)

@@ -1,0 +1,316 @@
+"""The rules of the trajectory store: what is made, leased, grown, scored, bound, committed, dropped, and for whom.
+
+Single-threaded and synchronous. Each method judges a request and answers; nothing that it answered may be told to
+anybody before :meth:`Store.flush`, which makes all of it durable at once. The rules on the way of a batch are numbered
+as in docs/architecture.md, "Exactly once".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rrl.roles.trajectories.audit import Audit
+from rrl.roles.trajectories.durable import Durable
+from rrl.roles.trajectories.leases import Believed, Leases
+from rrl.roles.trajectories.records import (
+    Commitment,
+    Dropped,
+    Fence,
+    Grown,
+    Made,
+    Piece,
+    Scored,
+    pack,
+    pack_tokens,
+)
+from rrl.roles.trajectories.state import Group, Track, as_item, as_to_score
+from rrl.roles.trajectories.types import (
+    Bound,
+    CommittedState,
+    Denied,
+    Done,
+    Leased,
+    NotYet,
+    Prompt,
+    Score,
+    Scoring,
+    Segment,
+)
+from rrl.spec.words import Life
+
+
+class Store:
+    """All trajectories of a run, in ``folder``. ``next_prompt(i)`` gives the i-th prompt.
+
+    At most ``(max_ahead_batches + 1) * groups_per_batch`` groups are under way beyond what is bound: back-pressure on
+    the rollouts, and a bound on staleness. At most ``keep_uncommitted`` bindings are ahead of the committed step.
+    Opening it supersedes whoever has it open. Raises LogDamaged when what was durable cannot be read.
+    ``compact_from``: bytes of log below which it is not compacted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        group_size: int,
+        groups_per_batch: int,
+        max_ahead_batches: int,
+        max_new_tokens: int,
+        next_prompt: Callable[[int], Prompt],
+        keep_uncommitted: int = 1,
+        compact_from: int = 32 * 2**20,
+    ) -> None:
+        self._group_size = group_size
+        self._per_batch = groups_per_batch
+        self._most_unbound = (max_ahead_batches + 1) * groups_per_batch
+        self._max_new = max_new_tokens
+        self._next_prompt = next_prompt
+        self._keep_uncommitted = keep_uncommitted
+        self._believed = Believed()
+        self._writing = Leases()
+        self._scoring = Leases()
+        self._durable = Durable(folder, compact_from)
+        self._state = self._durable.state
+        self._index()
+
+    def _index(self) -> None:
+        """Heaps for finding the oldest quickly; entries that no longer fit are skipped when they come up."""
+        tracks, groups = self._state.tracks.values(), self._state.groups
+        self._unfinished = [track.id for track in tracks if not track.finished]
+        self._unscored = [track.id for track in tracks if track.finished and track.score is None]
+        self._ready = [number for number, group in groups.items() if group.bound is None and not group.unscored]
+        self._unbound = sum(group.bound is None for group in groups.values())
+        for heap in (self._unfinished, self._unscored, self._ready):
+            heapify(heap)
+
+    def flush(self) -> None:
+        """Make everything answered so far durable. After OSError or Superseded this store must be thrown away and
+        none of those answers may be told."""
+        self._durable.flush()
+
+    def audit(self) -> Audit:
+        """What became of every trajectory, from the durable records."""
+        return self._durable.audit()
+
+    def close(self) -> None:
+        self._durable.close()
+
+    # ── who is believed ────────────────────────────────────────────────────────────────────────────────────────────
+    def peers(self, living: Iterable[Life]) -> None:
+        """The manager's word on who lives. What others have leased is free again; older trainers are fenced."""
+        self._believed.told(living)
+        for life in self._believed.living:
+            if self._state.fences.get(life.replica, life.incarnation) < life.incarnation:
+                self._durable.write(Fence(life.replica, life.incarnation))
+        for trajectory in self._writing.keep(self._believed.living):
+            heappush(self._unfinished, trajectory)
+        for trajectory in self._scoring.keep(self._believed.living):
+            heappush(self._unscored, trajectory)
+
+    def _not_a_worker(self, life: Life) -> Denied | NotYet | None:
+        if why := self._believed.refused(life):
+            return Denied(why, fenced=True)
+        return None if life in self._believed.living else NotYet()
+
+    def _not_the_trainer(self, life: Life) -> Denied | None:
+        """Rule 7: the first word of a newer trainer fences the older ones, durably, before it is answered."""
+        why = self._believed.refused(life)
+        fence = self._state.fences.get(life.replica, -1)
+        if life.incarnation < fence:
+            why = f"{life} was succeeded by incarnation {fence}"
+        if why:
+            return Denied(why, fenced=True)
+        if life.incarnation > fence:
+            self._believed.saw(life)
+            self._durable.write(Fence(life.replica, life.incarnation))
+        return None
+
+    # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def lease_work(self, life: Life, at_most: int, holding: Sequence[int] = ()) -> Leased | Denied | NotYet:
+        """The oldest unfinished trajectories, with what was made of them; new groups as far as there is room."""
+        if no := self._not_a_worker(life):
+            return no
+        for trajectory in holding:
+            track = self._state.tracks.get(trajectory)
+            if track is not None and not track.finished and self._is_of(track, life):
+                self._writing.take(trajectory, life)  # again, after we restarted
+        again = sorted(self._writing.held(life).difference(holding))[:at_most]
+        tracks = [self._state.tracks[trajectory] for trajectory in again]
+        while len(tracks) < at_most and (track := self._next_unfinished()) is not None:
+            self._writing.take(track.id, life)
+            tracks.append(track)
+        return Leased(tuple(as_item(track, self._max_new) for track in tracks))
+
+    def _next_unfinished(self) -> Track | None:
+        while True:
+            while self._unfinished:
+                track = self._state.tracks.get(heappop(self._unfinished))
+                if track is not None and not track.finished and self._writing.holder(track.id) is None:
+                    return track
+            if self._unbound >= self._most_unbound:
+                return None
+            self._make_group()
+
+    def _make_group(self) -> None:
+        number, first = self._state.next_group, self._state.next_trajectory
+        prompt = self._next_prompt(number)
+        self._durable.write(Made(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
+        self._unbound += 1
+        for trajectory in range(first, first + self._group_size):
+            heappush(self._unfinished, trajectory)
+
+    def _is_of(self, track: Track, life: Life) -> bool:
+        """Leased to it; or to nobody, and nobody else has written since: its lease was lost when we restarted."""
+        holder = self._writing.holder(track.id)
+        return holder == life or (holder is None and track.writer in (None, life))
+
+    def append(self, life: Life, segments: Sequence[Segment], finished: Sequence[int] = ()) -> Done | Denied | NotYet:
+        """All of it or nothing. The same words again change nothing."""
+        if no := self._not_a_worker(life):
+            return no
+        try:
+            pieces = [pack(segment) for segment in segments]
+        except (OverflowError, ValueError) as error:
+            return Denied(f"malformed segment: {error}")
+        lost = {piece.trajectory for piece in pieces if not self._may_write(life, piece.trajectory)}
+        lost.update(trajectory for trajectory in finished if not self._may_write(life, trajectory))
+        fresh, ends = self._news(pieces, finished, lost)
+        if lost:
+            return Denied(f"not leased to {life}, or grown otherwise", lost=tuple(sorted(lost)))
+        if fresh or ends:
+            self._durable.write(Grown(life, tuple(fresh), tuple(sorted(ends))))
+        for piece in fresh:
+            self._writing.take(piece.trajectory, life)
+        for trajectory in ends:
+            self._writing.release(trajectory)
+            heappush(self._unscored, trajectory)
+        return Done()
+
+    def _may_write(self, life: Life, trajectory: int) -> bool:
+        track = self._state.tracks.get(trajectory)
+        return track is not None and self._is_of(track, life)
+
+    def _news(
+        self, pieces: Iterable[Piece], finished: Iterable[int], lost: set[int]
+    ) -> tuple[list[Piece], set[int]]:
+        """What is new in an append: pieces and ends. Adds to ``lost`` what neither continues nor repeats."""
+        fresh: list[Piece] = []
+        lengths: dict[int, int] = {}
+        for piece in pieces:
+            if piece.trajectory in lost:
+                continue
+            track = self._state.tracks[piece.trajectory]
+            length = lengths.get(track.id, track.length)
+            if piece.offset == length and length < piece.end <= self._max_new and not track.finished:
+                fresh.append(piece)
+                lengths[track.id] = piece.end
+            elif piece not in track.pieces:
+                lost.add(track.id)
+        ends = {trajectory for trajectory, length in lengths.items() if length == self._max_new}
+        ends |= {t for t in finished if t not in lost and not self._state.tracks[t].finished}
+        return fresh, ends
+
+    # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def lease_scoring(self, life: Life, at_most: int, holding: Sequence[int] = ()) -> Scoring | Denied | NotYet:
+        """The oldest finished trajectories without a score."""
+        if no := self._not_a_worker(life):
+            return no
+        again = sorted(self._scoring.held(life).difference(holding))[:at_most]
+        tracks = [self._state.tracks[trajectory] for trajectory in again]
+        while len(tracks) < at_most and self._unscored:
+            track = self._state.tracks.get(heappop(self._unscored))
+            if track is not None and track.score is None and self._scoring.holder(track.id) is None:
+                self._scoring.take(track.id, life)
+                tracks.append(track)
+        return Scoring(tuple(as_to_score(track) for track in tracks))
+
+    def post_scores(
+        self, life: Life, scores: Sequence[Score], failed: dict[int, str] | None = None
+    ) -> Done | Denied | NotYet:
+        """The first score of a trajectory stands; one of a trajectory that is no more is ignored."""
+        if no := self._not_a_worker(life):
+            return no
+        known = {score.trajectory: score for score in reversed(scores) if score.trajectory in self._state.tracks}
+        if any(not self._state.tracks[trajectory].finished for trajectory in known):
+            return Denied("a score of an unfinished trajectory")
+        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in known.values()):
+            return Denied("a score that is not finite; say it as failed")
+        fresh = [score for score in known.values() if self._state.tracks[score.trajectory].score is None]
+        if fresh:
+            self._durable.write(Scored(tuple(fresh)))
+        for score in fresh:
+            self._scoring.release(score.trajectory)
+        for group in {self._state.tracks[score.trajectory].group for score in fresh}:
+            if not group.unscored:
+                heappush(self._ready, group.made.group)
+        for trajectory, why in (failed or {}).items():
+            track = self._state.tracks.get(trajectory)
+            if track is not None and track.score is None:
+                self._drop(track.group, why)
+        return Done()
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Rule 8: the other end of a trajectory. A GRPO group is whole or of no use."""
+        if group.bound is None:
+            self._unbound -= 1
+        for track in group.tracks:
+            self._writing.release(track.id)
+            self._scoring.release(track.id)
+        self._durable.write(Dropped(group.made.group, len(group.tracks), reason))
+
+    def end(self, reason: str) -> None:
+        """The run is complete: drop all that no committed step holds."""
+        for group in list(self._state.groups.values()):
+            if group.bound is None or group.bound > self._state.committed:
+                self._drop(group, reason)
+        self._index()
+
+    # ── trainer ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def committed(self, life: Life) -> CommittedState | Denied:
+        """What counts. Asking makes the asker the current incarnation: nothing can be committed behind its back."""
+        if no := self._not_the_trainer(life):
+            return no
+        newest = self._state.commitments.get(self._state.committed)
+        return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
+
+    def batch(self, life: Life, number: int) -> Bound | NotYet | Denied:
+        """Rule 2: the groups of step ``number``, chosen once for ever."""
+        if no := self._not_the_trainer(life):
+            return no
+        if number in self._state.bindings:
+            return Bound(self._state.batch(number))
+        committed, latest = self._state.committed, self._state.latest
+        if number != latest + 1:
+            return Denied(f"batch {number} is out of order: {committed} is committed, {latest} the latest bound")
+        if latest - committed >= self._keep_uncommitted or len(self._ready) < self._per_batch:
+            return NotYet()
+        chosen = tuple(heappop(self._ready) for _ in range(self._per_batch))
+        self._durable.write(self._state.bind(number, chosen))
+        self._unbound -= len(chosen)
+        return Bound(self._state.batch(number))
+
+    def commit(self, life: Life, number: int, manifest: dict[str, Any], digest: str) -> Done | Denied:
+        """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right."""
+        if no := self._not_the_trainer(life):
+            return no
+        before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
+        if number <= self._state.committed:
+            if before and before.digest == digest and _words(before.manifest) == _words(manifest):
+                return Done()
+            return Denied(f"step {number} was committed with other words")
+        if number != self._state.committed + 1 or binding is None:
+            return Denied(f"commit of step {number} is out of order: {self._state.committed} is committed")
+        if digest != binding.digest:
+            return Denied(f"step {number} is bound to {binding.digest}, not to {digest}")
+        self._durable.write(Commitment(number, life, manifest, digest))
+        return Done()
+
+
+def _words(manifest: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(manifest, order="deterministic")

@@ -1,0 +1,191 @@
+"""Trajectories as values, and the conversation of workers with the store.
+
+A star: the store listens, everybody dials it, nobody else speaks of trajectories. Every request carries the life that
+asks, so that what a fenced incarnation still sends is refused at the store. Every request is idempotent: a client that
+got no answer asks again, with the same words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from rrl.spec.words import Life, Version
+
+
+class Segment(Struct, frozen=True, array_like=True):
+    """Tokens of one trajectory, sampled under one weight version, starting at ``offset`` tokens after the prompt."""
+
+    trajectory: int
+    offset: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """of the sampled tokens under the policy that sampled them; same length; kept as float32"""
+    version: Version
+
+
+class Item(Struct, frozen=True):
+    """One trajectory leased to a rollout: the prompt, and what earlier (perhaps dead) lives already made of it."""
+
+    trajectory: int
+    group: int
+    prompt: tuple[int, ...]
+    so_far: tuple[Segment, ...] = ()
+    max_new: int = 0
+    """tokens that it may still grow by"""
+
+
+class ToScore(Struct, frozen=True):
+    """One complete trajectory leased to a reward replica. ``item`` is the task's index of the prompt."""
+
+    trajectory: int
+    item: int
+    tokens: tuple[int, ...]
+
+
+class Score(Struct, frozen=True, array_like=True):
+    """``reward`` is the task's own score (reported); ``training`` is what the trainer learns from."""
+
+    trajectory: int
+    reward: float
+    training: float
+
+
+class Trajectory(Struct, frozen=True):
+    """A complete, scored trajectory as the trainer gets it. ``tokens``, ``logprobs``, ``versions`` are parallel."""
+
+    id: int
+    group: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[Version, ...]
+    reward: float
+    training: float
+
+
+class Batch(Struct, frozen=True):
+    """Complete GRPO groups bound to trainer step ``number`` for ever. ``digest`` names the binding."""
+
+    number: int
+    groups: tuple[int, ...]
+    digest: str
+    trajectories: tuple[Trajectory, ...]
+
+
+class Prompt(Struct, frozen=True):
+    """What a task gives the store: the ``item``-th prompt as tokens."""
+
+    item: int
+    tokens: tuple[int, ...]
+
+
+# ── requests ───────────────────────────────────────────────────────────────────────────────────────────────────────
+class LeaseWork(Struct, frozen=True, tag=True):
+    """A rollout asks for up to ``at_most`` trajectories. Answered ``Leased``; empty after ``wait`` s without work.
+
+    ``holding``: what it works on already. Whatever else is leased to this life is given again: an answer got lost."""
+
+    life: Life
+    at_most: int
+    wait: float = 1.0
+    holding: tuple[int, ...] = ()
+
+
+class Append(Struct, frozen=True, tag=True):
+    """Segments, durable once answered ``Done``; idempotent by (trajectory, offset). ``finished`` are complete now."""
+
+    life: Life
+    segments: tuple[Segment, ...]
+    finished: tuple[int, ...] = ()
+
+
+class LeaseScoring(Struct, frozen=True, tag=True):
+    """A reward replica asks for complete trajectories. Answered ``Scoring``. ``holding`` as in ``LeaseWork``."""
+
+    life: Life
+    at_most: int
+    wait: float = 1.0
+    holding: tuple[int, ...] = ()
+
+
+class PostScores(Struct, frozen=True, tag=True):
+    """Scores, durable once answered ``Done``; the first score of a trajectory stands.
+
+    ``failed``: trajectories that cannot be scored, and why. Their groups are dropped: nothing is scored zero for it."""
+
+    life: Life
+    scores: tuple[Score, ...]
+    failed: dict[int, str] = {}
+
+
+class GetBatch(Struct, frozen=True, tag=True):
+    """The trainer asks for the batch of step ``number``: the existing binding unchanged, else a new one once there are
+    enough complete groups. Answered ``Batch`` wrapped in ``Bound``, or ``NotYet`` after ``wait`` s, or ``Denied``."""
+
+    life: Life
+    number: int
+    wait: float = 5.0
+
+
+class Commit(Struct, frozen=True, tag=True):
+    """One record commits the checkpoint and the consumption of batch ``number``. Repeatable.
+
+    Accepted only from the current incarnation and for ``number`` = committed + 1. ``manifest`` names the checkpoint
+    (folder relative to the run directory, files with digests)."""
+
+    life: Life
+    number: int
+    manifest: dict[str, Any]
+    digest: str
+
+
+class GetCommitted(Struct, frozen=True, tag=True):
+    """What counts? Answered ``CommittedState``."""
+
+    life: Life
+
+
+Request = LeaseWork | Append | LeaseScoring | PostScores | GetBatch | Commit | GetCommitted
+
+
+# ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Leased(Struct, frozen=True, tag=True):
+    items: tuple[Item, ...]
+
+
+class Scoring(Struct, frozen=True, tag=True):
+    items: tuple[ToScore, ...]
+
+
+class Done(Struct, frozen=True, tag=True):
+    pass
+
+
+class Bound(Struct, frozen=True, tag=True):
+    batch: Batch
+
+
+class NotYet(Struct, frozen=True, tag=True):
+    """Ask again: not enough complete groups, or nobody has told the store of this life yet."""
+
+
+class Denied(Struct, frozen=True, tag=True):
+    """Refused for good, all of it: an older incarnation, a batch out of order, a digest that is not the binding's."""
+
+    why: str
+    fenced: bool = False
+    """this life is not believed: it must leave"""
+    lost: tuple[int, ...] = ()
+    """of an ``Append``: these trajectories are not this life's (any more); the rest may be said again without them"""
+
+
+class CommittedState(Struct, frozen=True, tag=True):
+    """``number`` is None before the first commit."""
+
+    number: int | None
+    manifest: dict[str, Any] | None
+
+
+Answer = Leased | Scoring | Done | Bound | NotYet | Denied | CommittedState

@@ -1,0 +1,255 @@
+"""The worker API: what a trainer, a rollout, or any other role needs to take part in a run.
+
+A role that does nothing special needs :func:`join`, :meth:`Worker.phase` and :meth:`Worker.progress`. A trainer adds
+batches, commit and publish; a rollout adds new_weights and work. Everything here blocks; a thread of its own does the
+talking (:mod:`rrl.roles.link`), so that beats go on while the role computes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from rrl.roles.checkpoint_files import describe as describe_files
+from rrl.roles.checkpoint_files import fresh_folder
+from rrl.roles.link import Link
+from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
+from rrl.spec.launch import LAUNCH_ENV, Launch, read_launch
+from rrl.spec.phases import phase as phase_named
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import ReplicaId, Version, replica_id, role_of
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import Goodbye, Peers
+from rrl.transport.weights.manifest import TensorSpec, describe, layout
+from rrl.transport.weights.store import Held
+
+PATIENCE = 1.0
+"""s that one question waits at the store before it is asked again, so that a stop is noticed"""
+GOODBYE_BY = 60.0
+"""s that a worker which has done its work waits to be told to leave"""
+
+
+class NewWeights:
+    """A complete version. Keep this object while you read ``flat`` (read-only; tensors lie where the specs say)."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self.version: Version = held.manifest.version
+        self.manifest = held.manifest
+        self.tensors: tuple[TensorSpec, ...] = held.manifest.tensors
+        self.flat: memoryview = held.flat
+
+
+class Work:
+    """Leased trajectories: each a prompt and what was already made of it. Give them back grown."""
+
+    def __init__(self, link: Link, items: tuple[Item, ...]) -> None:
+        self._link = link
+        self.items = items
+
+    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> None:
+        """Add tokens to trajectories; ``finished`` are complete now. Durable when it returns; that is the progress."""
+        self._link.call(self._link.store.append(tuple(segments), tuple(finished)))
+        self._link.progress(sum(len(segment.tokens) for segment in segments))
+
+
+class Scoring:
+    """Complete trajectories leased for scoring."""
+
+    def __init__(self, link: Link, items: tuple[ToScore, ...]) -> None:
+        self._link = link
+        self.items = items
+
+    def post(self, scores: Sequence[Score]) -> None:
+        self._link.call(self._link.store.post_scores(tuple(scores)))
+        self._link.progress(len(scores))
+
+
+class Worker:
+    """One life of one replica. Made by :func:`join`, used as a context manager."""
+
+    def __init__(self, launch: Launch, run: RunDir, keys: RunKeys) -> None:
+        self.launch = launch
+        self.run_dir = run
+        self.keys = keys
+        self.job: dict[str, Any] = msgspec.json.decode(run.resolved.read_bytes())["job"]
+        """the resolved job spec"""
+        self.settings: dict[str, Any] = self.job["roles"].get(role_of(launch.life.replica), {})
+        """this role's part of it"""
+        self._link = Link(launch, run, keys, float(os.environ.get("RRL_BEAT", "1")), self.job["transport"])
+        self._binding: Batch | None = None
+        self._loaded: Version | None = None
+        self._asked_committed = False
+        self._committed: int | None = None
+        self._manifest: dict[str, Any] | None = None
+
+    def __enter__(self) -> Worker:
+        self._link.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None and not self._link.stopping.is_set():
+            self._link.enter("stopping")
+            self._link.say(Goodbye(self.launch.life))
+            self._link.stopping.wait(GOODBYE_BY)  # its last words are heard before its end is
+        self._link.close()
+
+    # ── every role ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @contextmanager
+    def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
+        """Say what this role is doing: it decides what silence means (:mod:`rrl.spec.phases`)."""
+        before = self._link.phase
+        declared = waits_for or phase_named(name).waits_for
+        target = None if declared is None else ReplicaId(declared) if "/" in declared else replica_id(declared, 0)
+        self._link.enter(name, target)
+        try:
+            yield
+        finally:
+            self._link.enter(*before)
+
+    def progress(self, units: int = 1) -> None:
+        """So much more work is done (tokens, samples, steps: any unit, always the same)."""
+        self._link.progress(units)
+
+    @property
+    def stopping(self) -> bool:
+        """The manager asked this role to finish what is in hand and leave."""
+        return self._link.stopping.is_set()
+
+    @property
+    def host(self) -> str:
+        """The address to listen at."""
+        return self._link.host
+
+    @property
+    def peers(self) -> Peers | None:
+        return self._link.peers
+
+    def on_peers(self, callback: Callable[[Peers], None]) -> None:
+        """Call back (in the link's thread) whenever it changes who is believed."""
+        self._link.on_peers(callback)
+
+    def announce(self, listens: str) -> None:
+        """Tell everybody that this replica offers a service at ``tcp://host:port``."""
+        self._link.announce(listens)
+
+    # ── trainer ────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def committed(self) -> int | None:
+        """The newest committed step, or None: a fresh model."""
+        self._ask_committed()
+        return self._committed
+
+    @property
+    def committed_manifest(self) -> dict[str, Any] | None:
+        """What was committed with it: ``folder`` relative to the run directory, ``files`` with their digests."""
+        self._ask_committed()
+        return self._manifest
+
+    def batches(self, after: int | None = None) -> Iterator[Batch]:
+        """The batches of the steps after ``after``, each numbered by its step; after a restart the same ones again.
+
+        Ends after the job's last step, or when asked to stop."""
+        for number in range((after or 0) + 1, self.job["run"]["steps"] + 1):
+            batch = None
+            with self.phase("wait_data"):
+                while batch is None:
+                    if self.stopping:
+                        return
+                    batch = self._link.call(self._link.store.batch(number, PATIENCE))
+            self._binding = batch
+            yield batch
+            self.progress(1)
+
+    def checkpoint_dir(self, number: int) -> Path:
+        """A fresh folder for this attempt at step ``number``: no attempt ever writes into another's."""
+        return fresh_folder(self.run_dir.checkpoints, number, self.launch.life.incarnation)
+
+    def commit(self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None) -> None:
+        """From here the step counts: one record commits the checkpoint and the batch's consumption.
+
+        ``files`` must be durable. Raises Fenced when a newer life has taken over."""
+        if self._binding is None or self._binding.number != number:
+            raise ValueError(f"step {number} is committed without its batch; batches() gave {self._binding}")
+        manifest = describe_files(self.run_dir.path, files)
+        self._link.call(self._link.store.commit(number, manifest, self._binding.digest))
+        self._committed, self._manifest = number, manifest
+        given = metrics or {}
+        if "reward" not in given:
+            rewards = [trajectory.reward for trajectory in self._binding.trajectories]
+            given = {**given, "reward": sum(rewards) / max(1, len(rewards))}
+        self._link.committed(number, given)
+
+    def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
+        """Serve these weights as the version of step ``number`` until replaced. ``tensors``: name, dtype, shape, bytes
+        (:func:`rrl.roles.tensors.pack` makes them of a state dict)."""
+        specs, nbytes = layout([(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors])
+        flat = memoryview(bytearray(nbytes))
+        for spec, (_, _, _, data) in zip(specs, tensors, strict=True):
+            flat[spec.offset : spec.offset + spec.nbytes] = data.cast("B") if data.format != "B" else data
+        version = Version(number, self.launch.life.incarnation)
+        described = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in specs]
+        chunk = int(self.job["transport"]["chunk"])
+        manifest = describe(version, described, flat, self.keys.secret, chunk)
+        self._link.weights.offer(manifest, flat)
+        self._link.holds(version)
+
+    # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def new_weights(self) -> NewWeights | None:
+        """The newest complete version if it is not the one you got last; never blocks."""
+        held = self._link.weights.current()
+        if held is None or held.manifest.version == self._loaded:
+            return None
+        self._loaded = held.manifest.version
+        return NewWeights(held)
+
+    def work(self, at_most: int = 64) -> Iterator[Work]:
+        """Leased trajectories, again and again; ends when asked to stop. Weights come first: nothing is leased before
+        a complete version is here."""
+        with self.phase("wait_weights"):
+            while self._link.wait_version(PATIENCE) is None:
+                if self.stopping:
+                    return
+        while not self.stopping:
+            with self.phase("wait_work"):
+                items = self._link.call(self._link.store.lease_work(at_most, PATIENCE))
+            if items:
+                yield Work(self._link, items)
+
+    # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def scoring(self, at_most: int = 256) -> Iterator[Scoring]:
+        """Complete trajectories to score, again and again; ends when asked to stop."""
+        while not self.stopping:
+            with self.phase("wait_work"):
+                items = self._link.call(self._link.store.lease_scoring(at_most, PATIENCE))
+            if items:
+                yield Scoring(self._link, items)
+
+    def _ask_committed(self) -> None:
+        if not self._asked_committed:
+            state = self._link.call(self._link.store.committed())
+            self._committed, self._manifest = state.number, state.manifest
+            self._asked_committed = True
+
+
+def join() -> Worker:
+    """Take part in the run that started this process::
+
+        with rrl.join() as me:
+            ...
+
+    Outside of a run this ends the process with exit code 2 and says so."""
+    path = os.environ.get(LAUNCH_ENV)
+    if path is None:
+        print(f"rrl: {LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it", file=sys.stderr)
+        raise SystemExit(2)
+    launch = read_launch(Path(path))
+    run = RunDir(Path(launch.run_dir))
+    return Worker(launch, run, RunKeys.load(run.keys))

@@ -1,0 +1,379 @@
+"""job.toml: what a person writes. Every default is named here, with its unit, and its source where a number has one.
+
+Unknown keys are errors (``extra="forbid"``); :mod:`rrl.spec.load` turns them into one line with the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rrl.spec import jobview
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.units import Duration, Size
+
+_L = jobview.Limits()
+_R = jobview.Recovery()
+
+
+class _Table(BaseModel):
+    """A table of job.toml. Strict: "10" is no number and true is no 1; the line under a field is its description."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def _mistake(at: tuple[str | int, ...], what: str) -> PydanticCustomError:
+    """An error of several fields, to be shown at the key ``at`` (from the root of job.toml)."""
+    return PydanticCustomError("mistake", "{what}", {"at": at, "what": what})
+
+
+def _format_string(text: str) -> str:
+    try:
+        list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no format string: {error}; write {{{{ for a brace itself") from None
+    return text
+
+
+def _environment(env: dict[str, str]) -> dict[str, str]:
+    for name in env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable; use letters, digits and underscores")
+    return env
+
+
+def _sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    for name, value in options.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ValueError(f"{name!r} is no sbatch option; write its long name without dashes in front")
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"the value of {name} must be printable and on one line")
+    return options
+
+
+_Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+"""A list of strings; TOML has lists where Python has tuples, hence not strict itself."""
+_Time = Annotated[Duration, Field(gt=0)]
+_Count = Annotated[int, Field(ge=1, le=10_000)]
+
+
+class RunTable(_Table):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
+    """a letter, then up to 30 lower case letters, digits and dashes: it is part of job names"""
+    steps: Annotated[int, Field(ge=1)]
+    """optimizer steps after which the run is complete"""
+    seed: int = 0
+
+
+class NodeTable(_Table):
+    """What rrl takes of each node of the pool."""
+
+    cpus: Annotated[int, Field(ge=1)] = 4
+    gpus: Annotated[int, Field(ge=0)] = 0
+    mem: Annotated[Size, Field(gt=0)] = 4 * 2**30
+
+
+class ClusterTable(_Table):
+    kind: Literal["local", "slurm"] = "local"
+    form: Literal["pool"] = "pool"
+    """one allocation over all nodes plus spares (docs/architecture.md)"""
+    spares: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """nodes held ready beyond what the roles need"""
+    node: NodeTable = NodeTable()
+    walltime: _Time = 86400.0
+    """of the pool's allocation"""
+
+
+class TokenizerTable(_Table):
+    pieces: Annotated[str, Field(min_length=1)] | _Strings
+    """the vocabulary after <pad> and <eos>: each character of a string, or a list of strings"""
+    join: str = ""
+    """put between pieces when tokens become text"""
+    ignore: str = ""
+    """characters of a prompt that are dropped"""
+
+
+class ModelTable(_Table):
+    """A small Qwen3-architecture model, built locally with random weights; nothing is downloaded."""
+
+    hidden_size: Annotated[int, Field(ge=1)] = 64
+    intermediate_size: Annotated[int, Field(ge=1)] = 192
+    layers: Annotated[int, Field(ge=1)] = 2
+    heads: Annotated[int, Field(ge=1)] = 4
+    kv_heads: Annotated[int, Field(ge=1)] = 4
+    """divides heads (grouped-query attention)"""
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
+    """even: rotary embeddings turn pairs"""
+    max_length: Annotated[int, Field(ge=2)] = 64
+    """tokens of prompt and answer together"""
+    initializer_range: Annotated[float, Field(gt=0)] = 0.05
+    """standard deviation of the initial weights (rl-task measurements: 0.05 learns, 0.02 is slower)"""
+    tokenizer: TokenizerTable
+
+
+class TaskTable(_Table):
+    """Where prompts and rewards come from: a reasoning-gym dataset, or a function of yours."""
+
+    dataset: str | None = None
+    """name of a reasoning-gym dataset"""
+    args: dict[str, Any] = {}
+    """its arguments"""
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """``module:function``, importable from the folder of job.toml; returns an object with prompt, score and answer"""
+    prompt: Annotated[str, AfterValidator(_format_string)] = "{question}"
+    """a format string over the fields of a dataset's item"""
+    size: Annotated[int, Field(ge=1)] = 200_000
+    """items in the dataset (reasoning-gym makes them lazily)"""
+    partial_credit: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """the training reward (never the reported one) adds this share of right tokens to a wrong answer of right length"""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskTable:
+        if (self.dataset is None) == (self.function is None):
+            raise ValueError('needs exactly one of: dataset = "<reasoning-gym name>", function = "module:function"')
+        return self
+
+
+class SamplingTable(_Table):
+    prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    group_size: Annotated[int, Field(ge=2)] = 16
+    """trajectories of one prompt: a GRPO group"""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 5
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    ahead: Annotated[int, Field(ge=0)] = 1
+    """batches that rollouts may work ahead of the trainer: bounds staleness to ahead + 1 steps"""
+
+
+class _Role(_Table):
+    replicas: _Count = 1
+    min_replicas: Annotated[int, Field(ge=0)] | None = None
+    """below this the run cannot go on; default: all for a trainer or a service, 1 for rollouts"""
+    cpus: Annotated[int, Field(ge=1)] = 1
+    gpus: Annotated[int, Field(ge=0)] = 0
+    mem: Size = 2**30
+    exclusive: bool = False
+    """take a node of its own"""
+    env: Annotated[dict[str, str], AfterValidator(_environment)] = {}
+    command: _Strings | None = None
+    """your own program, using rrl.join(); replaces the built-in one"""
+
+
+class TrainerRole(_Role):
+    exclusive: bool = True
+    threads: Annotated[int, Field(ge=1)] = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    final_learning_rate: Annotated[float, Field(ge=0)] = 0.1
+    """share of learning_rate at the last step; falls linearly"""
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    """of the importance ratio (GRPO, DAPO)"""
+    entropy: Annotated[float, Field(ge=0)] = 0.02
+    """weight of the entropy bonus"""
+    advantage_floor: Annotated[float, Field(gt=0)] = 0.1
+    """added to the group's standard deviation before dividing (measured: 1e-4 falls back after reaching 0.8)"""
+    gradient_clip: Annotated[float, Field(gt=0)] = 1.0
+    warm_start_steps: Annotated[int, Field(ge=0)] = 0
+    """supervised steps on the task's answers before the first policy update"""
+    warm_start_batch: Annotated[int, Field(ge=1)] = 64
+    warm_start_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+
+
+class RolloutRole(_Role):
+    exclusive: bool = True
+    engine: Literal["torch"] = "torch"
+    threads: Annotated[int, Field(ge=1)] = 1
+    lease: Annotated[int, Field(ge=1)] = 64
+    """trajectories leased at a time"""
+    segment_tokens: Annotated[int, Field(ge=1)] = 64
+    """tokens after which a running trajectory's segment is made durable"""
+
+
+class TrajectoriesRole(_Role):
+    replicas: Literal[1] = 1
+
+
+class RewardRole(_Role):
+    lease: Annotated[int, Field(ge=1)] = 256
+
+
+class Roles(_Table):
+    trainer: TrainerRole = TrainerRole()
+    rollout: RolloutRole = RolloutRole()
+    trajectories: TrajectoriesRole = TrajectoriesRole()
+    reward: RewardRole = RewardRole()
+
+    def named(self) -> dict[str, _Role]:
+        return {
+            "trajectories": self.trajectories,
+            "reward": self.reward,
+            "trainer": self.trainer,
+            "rollout": self.rollout,
+        }
+
+
+class LimitsTable(_Table):
+    """Deadlines; each is explained at :class:`rrl.spec.jobview.Limits`."""
+
+    beat: _Time = _L.beat
+    silence: _Time = _L.silence
+    join: _Time = _L.join
+    step_grace: Duration = _L.step_grace
+    allocation: _Time = _L.allocation
+    quiet: Duration = _L.quiet
+    poll: _Time = _L.poll
+    lease: _Time = _L.lease
+    adaptive: Annotated[float, Field(ge=1)] = _L.adaptive
+    first_pass: Duration = _L.first_pass
+
+    @model_validator(mode="after")
+    def _silence_holds_beats(self) -> LimitsTable:
+        for name, value in (("silence", self.silence), ("lease", self.lease)):
+            if value < 3 * self.beat:
+                raise _mistake(
+                    ("limits", name),
+                    f'"{value:g}s" is less than three beats of "{self.beat:g}s"; raise it to "{3 * self.beat:g}s"',
+                )
+        return self
+
+
+class RecoveryTable(_Table):
+    """Budgets of the repair ladder; each is explained at :class:`rrl.spec.jobview.Recovery`."""
+
+    window: _Time = _R.window
+    per_node: Annotated[int, Field(ge=0)] = _R.per_node
+    per_replica: Annotated[int, Field(ge=0)] = _R.per_replica
+    backoff: Duration = _R.backoff
+    breaker: Annotated[float, Field(gt=0, le=1)] = _R.breaker
+
+
+class FaultTable(_Table):
+    """One planned fault of the run's own making, for demonstrations and tests."""
+
+    kind: Annotated[FaultKind, Field(strict=False)]
+    target: Annotated[str, Field(pattern=r"^[a-z]+/[0-9]{1,5}$")]
+    """a replica, as in "rollout/0\""""
+    at_step: Annotated[int, Field(ge=0)]
+
+
+class TransportTable(_Table):
+    weights: Literal["auto", "ucx", "tcp"] = "auto"
+    """auto: ucx where ucxx is installed, else tcp"""
+    chunk: Annotated[Size, Field(gt=0)] = 8 * 2**20
+    chunk_deadline: _Time = 5.0
+    """UCX does not notice a hung peer (measured): each chunk has a deadline of its own"""
+
+
+class Job(_Table):
+    """A whole job.toml."""
+
+    run: RunTable
+    cluster: ClusterTable = ClusterTable()
+    slurm: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
+    """any sbatch option, name without dashes, value as text, number or true: passed on as it is"""
+    model: ModelTable
+    task: TaskTable
+    sampling: SamplingTable = SamplingTable()
+    roles: Roles = Roles()
+    limits: LimitsTable = LimitsTable()
+    recovery: RecoveryTable = RecoveryTable()
+    transport: TransportTable = TransportTable()
+    faults: Annotated[tuple[FaultTable, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Job:
+        self._model_fits()
+        for name, role in self.roles.named().items():
+            if role.min_replicas is not None and role.min_replicas > role.replicas:
+                raise _mistake(
+                    ("roles", name, "min_replicas"),
+                    f"{role.min_replicas} is more than replicas = {role.replicas}; lower it or raise replicas",
+                )
+            for what in ("cpus", "gpus", "mem"):
+                wanted, has = getattr(role, what), getattr(self.cluster.node, what)
+                if wanted > has:
+                    raise _mistake(
+                        ("roles", name, what),
+                        f"{_amount(what, wanted)} is more than a node has ([cluster.node] {what} ="
+                        f" {_amount(what, has)}); lower it or raise the node's",
+                    )
+        for index, fault in enumerate(self.faults):
+            name, _, replica = fault.target.partition("/")
+            if name not in (roles := self.roles.named()):
+                raise _mistake(("faults", index, "target"), f'no role "{name}"; there are {", ".join(roles)}')
+            if int(replica) >= (count := roles[name].replicas):
+                raise _mistake(
+                    ("faults", index, "target"),
+                    f'no replica "{fault.target}"; [roles.{name}] replicas = {count}, so the last one is'
+                    f' "{name}/{count - 1}"',
+                )
+        return self
+
+    def _model_fits(self) -> None:
+        model = self.model
+        if model.heads % model.kv_heads:
+            raise _mistake(
+                ("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; take a divisor"
+            )
+        if self.sampling.max_new_tokens >= model.max_length:
+            raise _mistake(
+                ("sampling", "max_new_tokens"),
+                f"{self.sampling.max_new_tokens} leaves no room for a prompt in [model] max_length ="
+                f" {model.max_length}; lower it or raise max_length",
+            )
+
+    def view(self, python: str) -> jobview.JobView:
+        """The manager's view; ``python`` is the interpreter that runs the built-in roles."""
+        roles = tuple(_role_view(name, role, python) for name, role in self.roles.named().items())
+        return jobview.JobView(
+            name=self.run.name,
+            steps=self.run.steps,
+            cluster=self.cluster.kind,
+            roles=roles,
+            nodes=jobview.pool_nodes(roles, _resources(self.cluster.node)) + self.cluster.spares,
+            spares=self.cluster.spares,
+            node=_resources(self.cluster.node),
+            walltime=self.cluster.walltime,
+            sbatch={key: "" if v is True else str(v) for key, v in self.slurm.items() if v is not False},
+            limits=msgspec.convert(self.limits.model_dump(), jobview.Limits),
+            recovery=msgspec.convert(self.recovery.model_dump(), jobview.Recovery),
+            faults=tuple(
+                Fault(id=f"f{i}", kind=f.kind, target=f.target, at_step=f.at_step) for i, f in enumerate(self.faults)
+            ),
+        )
+
+
+def _amount(what: str, value: int) -> str:
+    return f'"{value / 2**20:g}MiB"' if what == "mem" else str(value)
+
+
+_BUILT_IN = {
+    "trainer": "rrl.roles.trainer.main",
+    "rollout": "rrl.roles.rollout.main",
+    "trajectories": "rrl.roles.trajectories.server",
+    "reward": "rrl.roles.reward",
+}
+
+
+def _resources(node: NodeTable) -> jobview.Resources:
+    return jobview.Resources(cpus=node.cpus, gpus=node.gpus, mem=node.mem)
+
+
+def _role_view(name: str, role: _Role, python: str) -> jobview.RoleView:
+    floor = 1 if name == "rollout" else role.replicas
+    return jobview.RoleView(
+        name=name,
+        kind=name,
+        replicas=role.replicas,
+        min_replicas=floor if role.min_replicas is None else role.min_replicas,
+        each=jobview.Resources(cpus=role.cpus, gpus=role.gpus, mem=role.mem),
+        exclusive=role.exclusive,
+        argv=role.command or (python, "-m", _BUILT_IN[name]),
+        env=role.env,
+    )

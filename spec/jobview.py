@@ -1,0 +1,116 @@
+"""What the manager's core needs of a job spec, as plain values.
+
+``job.toml`` is read once, by pydantic (:mod:`rrl.spec.job`), at submission. From then on the run carries this view:
+it is part of the journal, so that ``rrl status`` needs neither pydantic nor the file.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from rrl.spec.faults import Fault
+
+
+class Resources(Struct, frozen=True):
+    """What one member takes of one node."""
+
+    cpus: int = 1
+    gpus: int = 0
+    mem: int = 0
+    """bytes; 0 = the cluster's default"""
+
+
+class RoleView(Struct, frozen=True):
+    """One role. ``exclusive`` replicas take a node of their own; the others share what is left."""
+
+    name: str
+    kind: str
+    """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command``"""
+    replicas: int
+    min_replicas: int
+    each: Resources
+    exclusive: bool
+    argv: tuple[str, ...]
+    env: dict[str, str] = {}
+
+
+class Limits(Struct, frozen=True):
+    """Deadlines and budgets, all in seconds unless said."""
+
+    beat: float = 1.0
+    """between two beats of a worker or agent"""
+    silence: float = 10.0
+    """a replica or agent not heard for so long is lost; two independent witnesses condemn a node"""
+    join: float = 120.0
+    """from launch to Hello; RobustRL 1.4 needs about 80 s for scheduling and container"""
+    step_grace: float = 5.0
+    """between asking a step to stop and killing it"""
+    allocation: float = 900.0
+    """from a request to its nodes; then the next rung"""
+    quiet: float = 60.0
+    """an intent without an answer stays open for so long: a timed-out sbatch can land later (measured)"""
+    poll: float = 30.0
+    """between two reads of the cluster (sites ask for 60 to 120 s per squeue); liveness does not hang on it"""
+    lease: float = 10.0
+    """a manager's lease that does not change for so long is free"""
+    adaptive: float = 5.0
+    """no-progress deadline = so many times the usual duration of the phase (NVRx: 5), within the phase's bounds"""
+    first_pass: float = 300.0
+    """grace added to the first pass of a phase in a life (compilation, warm-up)"""
+
+
+class Recovery(Struct, frozen=True):
+    """Budgets of the repair ladder."""
+
+    window: float = 600.0
+    """sliding window (s) in which restarts are counted"""
+    per_node: int = 2
+    """restarts in place of one replica on one node within the window; then it moves"""
+    per_replica: int = 5
+    """restarts of one replica within the window; then the run goes on degraded, or ends"""
+    backoff: float = 1.0
+    """pause (s) before the second restart within the window; doubles with each further one"""
+    breaker: float = 0.2
+    """at most max(1, this share) of the nodes condemned within the window (peers.md 5d)"""
+
+
+class JobView(Struct, frozen=True):
+    name: str
+    steps: int
+    cluster: str
+    """``local`` or ``slurm``"""
+    roles: tuple[RoleView, ...]
+    nodes: int
+    """nodes of the pool, spares included"""
+    spares: int
+    node: Resources
+    walltime: float = 86400.0
+    """of the pool's allocation (s)"""
+    sbatch: dict[str, str] = {}
+    """further sbatch options, name without dashes; an empty value is a flag"""
+    limits: Limits = Limits()
+    recovery: Recovery = Recovery()
+    faults: tuple[Fault, ...] = ()
+
+    def role(self, name: str) -> RoleView:
+        return next(role for role in self.roles if role.name == name)
+
+    def kind(self, kind: str) -> tuple[RoleView, ...]:
+        return tuple(role for role in self.roles if role.kind == kind)
+
+
+def pool_nodes(roles: tuple[RoleView, ...], node: Resources) -> int:
+    """Nodes that the roles need: one for each exclusive replica, and as many as hold the others (first fit)."""
+    exclusive = sum(role.replicas for role in roles if role.exclusive)
+    shared: list[list[int]] = []
+    for role in roles:
+        if role.exclusive:
+            continue
+        for _ in range(role.replicas):
+            want = (role.each.cpus, role.each.gpus, role.each.mem)
+            home = next((free for free in shared if all(f >= w for f, w in zip(free, want, strict=True))), None)
+            if home is None:
+                home = [node.cpus, node.gpus, node.mem]
+                shared.append(home)
+            home[:] = [f - w for f, w in zip(home, want, strict=True)]
+    return exclusive + len(shared)

@@ -1,0 +1,69 @@
+"""What the manager hands to the first process of a step, and what that process leaves behind.
+
+Both are files in the run directory, so that they survive the death of either side. The launch file (0600) carries the
+environment: nothing of it goes through a command line or through Slurm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rrl.spec.words import Life, NodeName
+
+LAUNCH_ENV = "RRL_LAUNCH"
+"""Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""
+
+
+class Launch(Struct, frozen=True):
+    """One member to start."""
+
+    tag: str
+    """unique for ever: ``<run>.<role>-<index>.<incarnation>``; also the step's name in Slurm"""
+    run_dir: str
+    life: Life
+    node: NodeName
+    """where the manager wants it; the step says where it really runs"""
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    """complete: nothing is inherited but what is listed here"""
+    cwd: str
+    grace: float
+    """s between SIGTERM and SIGKILL of the role's process group"""
+    dies_with_launcher: bool
+    """true where the parent (slurmstepd) must not be outlived; false where roles outlive the manager (local)"""
+    rank: int = 0
+    world: int = 1
+
+
+class ExitRecord(Struct, frozen=True):
+    """How a step ended; written once, atomically, by its first process."""
+
+    tag: str
+    life: Life
+    node: NodeName
+    code: int | None
+    """exit code, or None when a signal ended it"""
+    signal: int | None
+    why: str
+    """``exited``, ``signalled``, ``asked`` (told to stop), ``unwanted``, ``launcher died``, ``not started: …``"""
+    at: float
+    """wall clock of the node, for display only"""
+
+
+def tag_of(run: str, life: Life) -> str:
+    return f"{run}.{life.replica.replace('/', '-')}.{life.incarnation}"
+
+
+def read_launch(path: Path) -> Launch:
+    return msgspec.json.decode(path.read_bytes(), type=Launch)
+
+
+def read_exit(path: Path) -> ExitRecord | None:
+    """The record, or None when there is none (yet)."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ExitRecord)
+    except FileNotFoundError:
+        return None

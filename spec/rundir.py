@@ -1,0 +1,80 @@
+"""Where things lie in a run directory. Every path of a run is named here and nowhere else.
+
+The run directory lies on storage that the login node, the manager and every node see; it is 0700 and owned by the
+run's user. Nothing of a run lies elsewhere, but for sockets and shared memory whose names carry the run id.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+RUNS_ENV = "RRL_RUNS_DIR"
+
+
+def runs_root() -> Path:
+    """The folder of all runs: ``$RRL_RUNS_DIR``, else ``~/rrl-runs``."""
+    given = os.environ.get(RUNS_ENV)
+    return Path(given).expanduser().absolute() if given else Path.home() / "rrl-runs"
+
+
+class RunDir:
+    """Paths of one run; makes nothing by itself but for :meth:`create`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.name
+        self.job_toml = path / "job.toml"
+        """a copy of what the user wrote"""
+        self.resolved = path / "resolved.json"
+        """the job spec with every default filled in"""
+        self.view = path / "view.json"
+        """what the manager's core needs of it (:class:`rrl.spec.jobview.JobView`)"""
+        self.keys = path / "keys.json"
+        """CURVE and HMAC material, 0600"""
+        self.journal = path / "journal"
+        self.epochs = path / "epochs"
+        """one file per manager epoch, created O_EXCL: who made it is that epoch's manager"""
+        self.manager = path / "manager.json"
+        """where the current manager listens (:class:`rrl.transport.control.Address`), replaced atomically"""
+        self.mailbox = path / "mailbox"
+        """user commands, one file each"""
+        self.steps = path / "steps"
+        """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)"""
+        self.logs = path / "logs"
+        self.store = path / "trajectories"
+        self.checkpoints = path / "checkpoints"
+        self.summary = path / "summary.json"
+        self.submit = path / "submit"
+        """submitit's folder"""
+        self.cluster = path / "cluster"
+        """the local cluster's records"""
+
+    def create(self) -> None:
+        """Make the folders. Raises FileExistsError when the run exists already."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700)
+        for folder in (self.journal, self.epochs, self.mailbox, self.steps, self.logs, self.store,
+                       self.checkpoints, self.submit, self.cluster):  # fmt: skip
+            folder.mkdir(mode=0o700)
+
+    def launch_file(self, tag: str) -> Path:
+        return self.steps / f"{tag}.launch"
+
+    def exit_file(self, tag: str) -> Path:
+        return self.steps / f"{tag}.exit"
+
+    def log_file(self, tag: str) -> Path:
+        return self.logs / f"{tag}.log"
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace ``path`` by ``data``: a reader sees the old bytes or the new ones. Durable when it returns."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        os.write(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(temporary, path)

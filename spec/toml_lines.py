@@ -1,0 +1,153 @@
+"""On which line each key of a TOML document stands. Only for text that tomllib has accepted.
+
+No TOML library for Python tells this: tomlkit keeps every byte but no position, tomllib neither. The text is known to
+be valid, so a scanner that only has to find where keys, values and headers begin is enough.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import tomllib
+from collections.abc import Mapping
+
+Path = tuple[str | int, ...]
+"""Keys from the root; a number counts the elements of an array, from 0."""
+
+_SPACE = re.compile(r"[ \t]*")
+_BLANK = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_ESCAPED, _PLAIN = r'"(?:[^"\\\n]|\\.)*"', r"'[^'\n]*'"
+_QUOTED_KEY = re.compile(f"{_ESCAPED}|{_PLAIN}")
+_STRING = re.compile(rf'"""(?:[^\\]|\\.)*?"{{3,5}}|\'\'\'.*?\'{{3,5}}|{_ESCAPED}|{_PLAIN}', re.DOTALL)
+_SCALAR = re.compile(r"[^,\]}#\r\n]*")
+
+
+def lines_of(text: str) -> Mapping[Path, int]:
+    """The line (from 1) of every key, header and array element of a valid TOML document."""
+    return _Scanner(text).document()
+
+
+def nearest_line(lines: Mapping[Path, int], path: Path) -> int | None:
+    """The line of ``path``, or of the deepest table around it that is written down; None where nothing of it is."""
+    while path:
+        if path in lines:
+            return lines[path]
+        path = path[:-1]
+    return None
+
+
+class _Scanner:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._newlines = [match.start() for match in re.finditer("\n", text)]
+        self._lines: dict[Path, int] = {}
+        self._elements: dict[Path, int] = {}
+        """how many [[headers]] each array of tables has had so far"""
+
+    def document(self) -> Mapping[Path, int]:
+        table: Path = ()
+        self._take(_BLANK)
+        while self._at < len(self._text):
+            if self._text.startswith("[", self._at):
+                table = self._header()
+            else:
+                self._assignment(table)
+            self._take(_BLANK)
+        return self._lines
+
+    def _header(self) -> Path:
+        line = self._line()
+        array = self._text.startswith("[[", self._at)
+        self._at += 2 if array else 1
+        *parents, name = self._key()
+        self._at += 2 if array else 1
+        table: Path = ()
+        for part in parents:
+            table = self._newest((*table, part), line)
+        table = (*table, name)
+        if not array:
+            self._lines[table] = line  # the header itself, even where [a.b] came before [a]
+            return table
+        self._lines.setdefault(table, line)
+        self._elements[table] = self._elements.get(table, 0) + 1
+        return self._newest(table, line)
+
+    def _newest(self, path: Path, line: int) -> Path:
+        """``path`` as a table; for an array of tables its newest element, which is what a header then speaks of."""
+        self._lines.setdefault(path, line)
+        if path in self._elements:
+            path = (*path, self._elements[path] - 1)
+            self._lines.setdefault(path, line)
+        return path
+
+    def _assignment(self, table: Path) -> None:
+        line = self._line()
+        path = table
+        for part in self._key():
+            path = (*path, part)
+            self._lines.setdefault(path, line)
+        self._at += 1  # the equals sign
+        self._take(_SPACE)
+        self._value(path)
+
+    def _value(self, path: Path) -> None:
+        first = self._text[self._at]
+        if first == "[":
+            self._array(path)
+        elif first == "{":
+            self._inline_table(path)
+        elif first in "\"'":
+            self._take(_STRING)
+        else:
+            self._take(_SCALAR)
+
+    def _array(self, path: Path) -> None:
+        self._at += 1
+        self._take(_BLANK)
+        index = 0
+        while self._text[self._at] != "]":
+            self._lines[(*path, index)] = self._line()
+            self._value((*path, index))
+            index += 1
+            self._take(_BLANK)
+            if self._text[self._at] == ",":
+                self._at += 1
+                self._take(_BLANK)
+        self._at += 1
+
+    def _inline_table(self, path: Path) -> None:
+        self._at += 1
+        self._take(_BLANK)
+        while self._text[self._at] != "}":
+            self._assignment(path)
+            self._take(_BLANK)
+            if self._text[self._at] == ",":
+                self._at += 1
+                self._take(_BLANK)
+        self._at += 1
+
+    def _key(self) -> list[str]:
+        """The parts of a dotted key, and the blanks around them."""
+        parts = []
+        while True:
+            self._take(_SPACE)
+            if bare := self._take(_BARE_KEY):
+                parts.append(bare)
+            else:
+                parts.append(str(tomllib.loads(f"key = {self._take(_QUOTED_KEY)}")["key"]))
+            self._take(_SPACE)
+            if not self._text.startswith(".", self._at):
+                return parts
+            self._at += 1
+
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        match = pattern.match(self._text, self._at)
+        if match is None:
+            return ""
+        self._at = match.end()
+        return match.group()
+
+    def _line(self) -> int:
+        return bisect.bisect_left(self._newlines, self._at) + 1

@@ -1,0 +1,66 @@
+"""``"90s"``, ``"16GiB"`` and Slurm's ``days-hours:minutes:seconds``, both ways."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def seconds(text: str) -> float:
+    """``"500ms"``, ``"90s"``, ``"15min"``, ``"2h"``, ``"1d"`` or Slurm's ``"1-12:00:00"``, ``"30:00"`` in seconds.
+
+    Raises ValueError with what would be right. A bare number is refused: its unit would be a guess.
+    """
+    text = text.strip()
+    if match := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(ms|s|min|h|d)", text):
+        return float(match[1]) * _SECONDS[match[2]]
+    if match := re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9}):([0-9]{2})(?::([0-9]{2}))?", text):
+        days, first, second, third = match.groups()
+        if third is None and days is None:  # sbatch(1) --time: minutes:seconds
+            return int(first) * 60 + int(second)
+        return int(days or 0) * 86400 + int(first) * 3600 + int(second) * 60 + int(third or 0)
+    raise ValueError(f'{text!r} is not a duration; write for example "90s", "15min", "2h" or "1-12:00:00"')
+
+
+def size(text: str) -> int:
+    """``"16GiB"``, ``"512MiB"`` in bytes. Raises ValueError with what would be right."""
+    if (match := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT]?i?B)", text.strip())) and match[2] in _BYTES:
+        nbytes = int(float(match[1]) * _BYTES[match[2]])
+        if nbytes < 2**63:
+            return nbytes
+    raise ValueError(f'{text!r} is not a size; write for example "16GiB" or "512MiB"')
+
+
+def slurm_time(duration: float) -> str:
+    """Seconds as sbatch(1)'s ``days-hours:minutes:seconds``; rounded up to a whole second."""
+    whole = int(-(-duration // 1))
+    days, rest = divmod(whole, 86400)
+    return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+
+
+def slurm_mem(nbytes: int) -> str:
+    """Bytes as sbatch(1)'s ``--mem`` in MiB, rounded up."""
+    return f"{-(-nbytes // 2**20)}M"
+
+
+def _duration(value: object) -> object:
+    if isinstance(value, str):
+        return seconds(value)
+    raise ValueError(f'a duration needs a unit; write for example "{value}s"')
+
+
+def _size(value: object) -> object:
+    if isinstance(value, str):
+        return size(value)
+    raise ValueError(f'a size needs a unit; write for example "{value}MiB"')
+
+
+Duration = Annotated[float, BeforeValidator(_duration)]
+"""Seconds in Python, a string with its unit in TOML."""
+Size = Annotated[int, BeforeValidator(_size)]
+"""Bytes in Python, a string with its unit in TOML."""

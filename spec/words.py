@@ -1,0 +1,121 @@
+"""The word table of docs/architecture.md as types. Everybody may import this; it imports only msgspec.
+
+Value types only: frozen, comparable, decodable. No behaviour beyond naming and ordering.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType
+
+from msgspec import Struct
+
+ReplicaId = NewType("ReplicaId", str)
+"""``role/index``, for example ``rollout/1``; an agent's is ``agent/<node>``."""
+
+NodeName = NewType("NodeName", str)
+
+AGENT = "agent"
+"""The role name of the small process on each node that samples, witnesses and sweeps."""
+
+
+def replica_id(role: str, index: int | str) -> ReplicaId:
+    return ReplicaId(f"{role}/{index}")
+
+
+def role_of(replica: ReplicaId) -> str:
+    return replica.partition("/")[0]
+
+
+def index_of(replica: ReplicaId) -> str:
+    return replica.partition("/")[2]
+
+
+class Life(Struct, frozen=True, order=True):
+    """One incarnation of one replica: the fencing token that every message carries."""
+
+    replica: ReplicaId
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.replica}#{self.incarnation}"
+
+
+class Version(Struct, frozen=True, order=True):
+    """A weight version. Orders by step, then by the trainer incarnation that published it."""
+
+    step: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"v{self.step}.{self.incarnation}"
+
+
+class Verdict(StrEnum):
+    OK = "OK"
+    WARN = "WARN"
+    FAIL = "FAIL"
+    UNKNOWN = "UNKNOWN"
+
+
+class Cause(StrEnum):
+    """Whose fault a finding is."""
+
+    PROCESS = "process"
+    """the role's own process: it exited, was killed, raised"""
+    HANG = "hang"
+    """alive, yet not doing what its phase requires"""
+    NODE = "node"
+    GPU = "gpu"
+    FABRIC = "fabric"
+    STORAGE = "storage"
+    SOFTWARE = "software"
+    USER = "user"
+
+
+class Remedy(StrEnum):
+    NONE = "none"
+    RESTART = "restart"
+    EXCLUDE = "exclude"
+    RESET_GPU = "reset_gpu"
+    REBOOT = "reboot"
+    DRAIN = "drain"
+    SUPPORT = "support"
+
+
+class Evidence(Struct, frozen=True):
+    """One reading that speaks for or against a replica or node. ``at`` is the manager's receipt time (s)."""
+
+    source: str
+    text: str
+    at: float
+
+
+class Finding(Struct, frozen=True):
+    """What a detector concludes. ``life`` for a replica, else ``node``; exactly one of them is set.
+
+    ``proof`` marks a reading that is enough by itself (an exit record, Slurm says DOWN, Xid 79).
+    """
+
+    detector: str
+    verdict: Verdict
+    cause: Cause
+    remedy: Remedy
+    since: float
+    evidence: tuple[Evidence, ...]
+    life: Life | None = None
+    node: NodeName | None = None
+    proof: bool = False
+
+    @property
+    def key(self) -> str:
+        """Identity across time: the same detector about the same thing is the same finding."""
+        return f"{self.detector}:{self.life or self.node}"
+
+
+class Outcome(StrEnum):
+    """How a run ended."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"

@@ -1,0 +1,179 @@
+"""Who is charged when replicas wait for each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.health.blame import charge
+from rrl.spec.words import Cause, Life, ReplicaId
+from rrl.tests.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
+
+LONG = 900 + LIMITS.first_pass + 5
+"""no wait is allowed to last longer"""
+
+
+def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
+    """Trainer, store, reward and three rollouts on two nodes, each in its phase; nobody makes progress."""
+    trace = Trace().node("n1", TRAINER, phase=trainer).node("n2", *ROLLOUTS, phase=rollouts)
+    trace.node("n3", STORE, phase="serve").node("n4", REWARD, phase=reward)
+    trace.still |= {TRAINER, STORE, REWARD, *ROLLOUTS}
+    return trace
+
+
+def test_rollouts_that_wait_out_a_long_training_step_are_never_charged() -> None:
+    trace = job("train", "wait_weights")
+    trace.play(1790)
+    assert trace.found() == set()
+
+
+def test_a_hung_trainer_is_charged_and_who_waits_for_it_is_not() -> None:
+    trace = job("train", "wait_weights")
+    trace.play(1800 + LIMITS.first_pass)
+    assert trace.found() == {fail("phase_overdue", TRAINER)}
+
+
+def test_a_trainer_that_waits_for_a_hung_rollout_is_not_charged() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.enter(ROLLOUTS[1], "generate")
+    trace.play(LONG)
+    assert trace.found() == {fail("no_progress", ROLLOUTS[1])}
+
+
+def test_a_trainer_that_waits_while_rollouts_make_tokens_is_not_charged_and_neither_are_they() -> None:
+    trace = job("wait_data", "generate")
+    trace.still -= set(ROLLOUTS)
+    trace.play(LONG)
+    assert trace.found() == set()
+
+
+def test_nobody_is_charged_while_a_rollout_is_being_replaced() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.play(LONG - 100)
+    trace.watch.forget(ROLLOUTS[0])
+    trace.launch(Life(ROLLOUTS[0].replica, 2), "n2")
+    trace.play(110)
+    assert trace.found() == set()
+
+
+def test_a_dead_rollout_explains_why_everybody_waits() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.watch.step_ended(ROLLOUTS[2], None, 9, "signalled", trace.now)
+    trace.play(LONG)
+    assert trace.found() == {fail("exit_record", ROLLOUTS[2])}
+
+
+def test_a_silent_replica_explains_why_everybody_waits() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.silent.add(STORE)
+    trace.play(LONG)
+    assert trace.found() == {fail("worker_silence", STORE)}
+
+
+def test_when_the_whole_run_stands_the_service_at_the_end_of_the_chain_is_charged_alone() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", STORE)}
+    finding = trace.only()
+    assert finding.cause == Cause.HANG
+    assert not finding.proof
+    assert [one.text.split(":")[0] for one in finding.evidence] == [
+        "trajectories/0", "reward/0", "rollout/0", "rollout/1", "rollout/2", "and 1 more wait"
+    ]  # fmt: skip
+
+
+def test_a_service_that_works_is_not_charged_however_long_others_wait() -> None:
+    trace = job("wait_data", "wait_work")
+    for _ in range(60):
+        trace.play(50)
+        trace.done[STORE] = trace.done.get(STORE, 0) + 1
+    assert trace.found() == set()
+
+
+def test_a_service_that_nobody_waits_for_may_idle_for_ever() -> None:
+    trace = Trace().node("n3", STORE, REWARD, phase="serve")
+    trace.still |= {STORE, REWARD}
+    trace.play(5000)
+    assert trace.found() == set()
+
+
+def test_a_worker_that_says_for_whom_it_waits_is_a_waiter_whatever_its_phase() -> None:
+    trace = job("wait_data", "generate")
+    trace.waiting = dict.fromkeys(ROLLOUTS, STORE.replica)  # blocked in an append
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", STORE)}
+
+
+def test_a_named_replica_comes_before_the_role_that_the_phase_waits_for() -> None:
+    trace = job("wait_data", "wait_work", reward="serve")
+    trace.waiting = dict.fromkeys((TRAINER, *ROLLOUTS), REWARD.replica)
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", REWARD)}
+
+
+def test_in_a_cycle_the_longest_waiting_member_is_charged_and_then_the_smallest_id() -> None:
+    trace = Trace().node("n1", TRAINER, phase="wait_data")
+    trace.play(3)
+    trace.node("n2", *ROLLOUTS, phase="wait_weights")
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+    trace = Trace().node("n2", *ROLLOUTS, phase="wait_weights").node("n1", TRAINER, phase="wait_data")
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", ROLLOUTS[0])}
+
+
+def test_a_replica_that_waits_for_itself_is_charged() -> None:
+    trace = Trace().node("n1", TRAINER, phase="wait_data")
+    trace.waiting = {TRAINER: TRAINER.replica}
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_waiting_for_a_replica_that_nobody_has_seen_charges_nobody(named: bool) -> None:
+    trace = Trace().node("n2", *ROLLOUTS, phase="wait_weights")
+    if named:
+        trace.waiting = dict.fromkeys(ROLLOUTS, ReplicaId("trainer/0"))
+    trace.play(LONG)
+    assert trace.found() == set()
+
+
+def test_a_replica_that_is_leaving_neither_works_nor_stands() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.watch.leaving(ROLLOUTS[0], trace.now)
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", STORE)}
+
+
+def test_a_failed_spare_node_does_not_hide_a_standstill() -> None:
+    trace = job("wait_data", "wait_work").node("n9")
+    trace.silent.add(agent_n9 := Life(ReplicaId("agent/n9"), 1))
+    trace.watch.launched(agent_n9, trace.watch.replicas[agent_n9.replica].node, trace.now)
+    trace.watch.cluster_node(trace.watch.replicas[agent_n9.replica].node, "down", "", trace.now)
+    trace.play(LONG)
+    assert trace.found() == {fail("node_down", "n9"), fail("standstill", STORE)}
+
+
+def test_the_charge_does_not_depend_on_the_order_of_the_findings() -> None:
+    from rrl.health.progress import PROGRESS_DETECTORS
+
+    trace = job("wait_data", "wait_work")
+    trace.play(LONG)
+    raw = [f for seen in trace.watch.workers() for detector in PROGRESS_DETECTORS
+           if (f := detector(seen, LIMITS, trace.now)[0])]  # fmt: skip
+    assert len(raw) == 6
+    assert charge(raw, trace.watch) == charge(raw[::-1], trace.watch) == trace.findings()
+
+
+def test_a_thousand_waiters_are_walked_through_once_and_named_in_five_lines() -> None:
+    trace = Trace().node("n3", STORE, phase="serve")
+    chain = [Life(ReplicaId(f"stage/{index}"), 1) for index in range(1000)]
+    trace.node("n1", *chain, phase="wait_work")
+    for before, after in zip(chain, [*chain[1:], STORE], strict=True):
+        trace.waiting[before] = after.replica
+    trace.play(3)
+    for seen in trace.watch.workers():
+        seen.beats, seen.phase_since, seen.done_changed_at = 3, -1e4, -1e4
+    (finding,) = [f for f in trace.findings(trace.now) if f.detector == "standstill"]
+    assert finding.life == STORE
+    assert len(finding.evidence) == 6

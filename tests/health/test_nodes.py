@@ -1,0 +1,175 @@
+"""The detectors of nodes: what condemns one, what only warns, and what is folded into it."""
+
+from __future__ import annotations
+
+from math import nextafter
+
+from rrl.spec.words import Cause, Life, NodeName, Remedy
+from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
+
+N1 = NodeName("n1")
+
+
+def two_nodes() -> Trace:
+    return Trace().node("n1", *ROLLOUTS[:2]).node("n2", ROLLOUTS[2])
+
+
+def test_a_node_that_the_cluster_calls_down_has_failed_with_proof() -> None:
+    trace = two_nodes()
+    trace.watch.cluster_node(N1, "down", "DOWN* Not responding", trace.now)
+    finding = trace.only()
+    assert trace.found() == {fail("node_down", "n1")}
+    assert (finding.proof, finding.cause, finding.remedy) == (True, Cause.NODE, Remedy.EXCLUDE)
+    assert finding.evidence[0].text == "down: DOWN* Not responding"
+
+
+def test_further_readings_do_not_change_the_finding() -> None:
+    trace = two_nodes()
+    trace.watch.cluster_node(N1, "down", "first words", trace.now)
+    found = trace.findings()
+    trace.watch.cluster_node(N1, "down", "other words", trace.now + 3)
+    assert trace.findings(trace.now + 3) == found
+
+
+def test_draining_and_unknown_condemn_nobody() -> None:
+    for state in ("up", "draining", "unknown"):
+        trace = two_nodes()
+        trace.watch.cluster_node(N1, state, "", trace.now)
+        assert trace.found() == set()
+
+
+def test_a_node_is_trusted_again_after_two_good_readings() -> None:
+    trace = two_nodes()
+    for state, expected in (("down", 1), ("up", 1), ("down", 1), ("up", 1), ("unknown", 1), ("up", 0)):
+        trace.watch.cluster_node(N1, state, "", trace.now)
+        assert len(trace.findings()) == expected, state
+
+
+def test_a_silent_agent_alone_is_a_warning_and_its_replicas_go_on() -> None:
+    trace = two_nodes()
+    last = trace.now
+    trace.silent.add(agent_of("n1"))
+    trace.play(500)
+    assert trace.found(nextafter(trace.now, 0)) == {warn("node_lost", "n1")}
+    assert trace.only().since == last
+
+
+def test_an_agent_and_every_replica_silent_are_two_witnesses() -> None:
+    trace = two_nodes()
+    trace.play(5)
+    last = trace.now
+    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.play(9)
+    due = last + LIMITS.silence
+    assert trace.found(nextafter(due, 0)) == set()
+    assert trace.found(due) == {fail("node_lost", "n1")}, "the silence of its replicas is folded into it"
+    finding = trace.only(due)
+    assert (finding.since, finding.remedy, finding.proof) == (last, Remedy.EXCLUDE, False)
+    assert [one.text for one in finding.evidence] == [
+        "agent agent/n1#1 is silent", "silent too: rollout/0#1, rollout/1#1"
+    ]  # fmt: skip
+
+
+def test_one_replica_that_is_still_heard_saves_the_node() -> None:
+    trace = two_nodes()
+    trace.silent |= {agent_of("n1"), ROLLOUTS[0]}
+    trace.play(100)
+    assert trace.found() == {warn("node_lost", "n1"), fail("worker_silence", ROLLOUTS[0])}
+
+
+def test_a_spare_has_no_second_witness() -> None:
+    trace = two_nodes().node("n3")
+    trace.silent.add(agent_of("n3"))
+    trace.play(1000)
+    assert trace.found() == {warn("node_lost", "n3")}
+
+
+def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
+    trace = two_nodes()
+    trace.watch.step_ended(ROLLOUTS[0], 1, None, "exited", trace.now)
+    trace.watch.leaving(ROLLOUTS[1], trace.now)
+    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.play(1000)
+    assert trace.found() == {warn("node_lost", "n1"), fail("exit_record", ROLLOUTS[0])}
+
+
+def test_an_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
+    trace = two_nodes()
+    trace.watch.step_ended(agent_of("n1"), 1, None, "exited", trace.now)
+    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.play(15)
+    assert trace.found() == {
+        fail("exit_record", agent_of("n1")), *(unknown("worker_silence", life) for life in ROLLOUTS[:2])
+    }  # fmt: skip
+
+
+def test_a_replica_launched_on_a_node_that_then_falls_silent_is_the_second_witness_once_it_is_overdue() -> None:
+    trace = Trace().node("n1")
+    trace.launch(ROLLOUT, "n1")
+    launched = trace.now
+    trace.silent.add(agent_of("n1"))
+    assert trace.found(launched + 60) == {warn("node_lost", "n1")}
+    assert trace.found(nextafter(launched + LIMITS.join, 0)) == {warn("node_lost", "n1")}
+    assert trace.found(launched + LIMITS.join) == {fail("node_lost", "n1")}
+
+
+def test_a_replica_that_is_still_starting_does_not_save_a_lost_node() -> None:
+    trace = Trace().node("n1", TRAINER, phase="train")
+    trace.play(10)
+    trace.launch(ROLLOUT, "n1")
+    trace.silent |= {agent_of("n1"), TRAINER}
+    trace.play(10)
+    assert trace.found() == {fail("node_lost", "n1")}
+
+
+def test_a_node_on_which_nothing_ever_joins_is_lost() -> None:
+    trace = Trace()
+    trace.launch(agent_of("n1"), "n1")
+    trace.launch(ROLLOUT, "n1")
+    assert trace.found(trace.now + LIMITS.join) == {fail("node_lost", "n1")}
+
+
+def test_a_lost_node_stays_lost_when_its_replicas_are_started_elsewhere_and_its_agent_is_given_up() -> None:
+    trace = two_nodes()
+    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.play(20)
+    found = trace.findings()
+    assert [f.key for f in found] == ["node_lost:n1"]
+    for life in ROLLOUTS[:2]:
+        second = Life(life.replica, 2)
+        trace.launch(second, "n2")
+        trace.watch.joined(second, NodeName("n2"), "generate", trace.now)
+        trace.watch.leaving(life, trace.now)
+    trace.watch.leaving(agent_of("n1"), trace.now)
+    trace.watch.forget(agent_of("n1"))
+    trace.play(50)
+    assert trace.findings() == found
+
+
+def test_a_lost_node_that_is_heard_again_is_lost_no_more() -> None:
+    trace = two_nodes()
+    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.play(20)
+    trace.watch.forget(ROLLOUTS[0])
+    trace.silent -= {agent_of("n1")}
+    trace.play(5)
+    assert trace.found() == {fail("worker_silence", ROLLOUTS[1])}
+
+
+def test_a_node_whose_replicas_were_stopped_before_its_agent_fell_silent_only_warns() -> None:
+    trace = two_nodes()
+    for life in ROLLOUTS[:2]:
+        trace.watch.leaving(life, trace.now)
+        trace.watch.forget(life)
+    trace.silent.add(agent_of("n1"))
+    trace.play(300)
+    assert trace.found() == {warn("node_lost", "n1")}
+
+
+def test_proof_about_a_replica_is_not_folded_into_its_failed_node() -> None:
+    trace = two_nodes()
+    trace.watch.step_ended(ROLLOUTS[0], None, 9, "signalled", trace.now)
+    trace.watch.cluster_node(N1, "down", "", trace.now)
+    trace.silent |= {agent_of("n1"), ROLLOUTS[1]}
+    trace.play(100)
+    assert trace.found() == {fail("node_down", "n1"), fail("exit_record", ROLLOUTS[0])}

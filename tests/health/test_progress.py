@@ -1,0 +1,348 @@
+"""The detectors of replicas: each fires, not a moment before, and not where silence or standing still is normal."""
+
+from __future__ import annotations
+
+from math import nextafter
+
+import pytest
+
+from rrl.health.progress import PROGRESS_DETECTORS
+from rrl.spec.jobview import Limits
+from rrl.spec.phases import PHASES
+from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
+
+
+def before(moment: float) -> float:
+    return nextafter(moment, 0.0)
+
+
+def one_rollout(phase: str = "generate") -> Trace:
+    return Trace().node("n1", ROLLOUT, phase=phase)
+
+
+# ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("code", "signal", "why", "text"),
+    [
+        (1, None, "exited", "exited with code 1; exited"),
+        (None, 9, "signalled", "ended by signal 9 (SIGKILL); signalled"),
+        (None, 15, "asked", "ended by signal 15 (SIGTERM); asked"),  # by somebody else than us
+        (None, 35, "signalled", "ended by signal 35 (unnamed); signalled"),
+        (None, None, "not started: no such file", "not started: no such file"),
+        (None, None, "launcher died", "launcher died"),
+    ],
+)
+def test_an_exit_record_is_proof_at_once(code: int | None, signal: int | None, why: str, text: str) -> None:
+    trace = one_rollout()
+    trace.watch.step_ended(ROLLOUT, code, signal, why, trace.now)
+    finding = trace.only()
+    assert fail("exit_record", ROLLOUT) in trace.found()
+    assert (finding.proof, finding.cause, finding.remedy) == (True, Cause.PROCESS, Remedy.RESTART)
+    assert finding.evidence[0].text == text
+
+
+def test_an_exit_after_goodbye_is_no_failure() -> None:
+    for code, signal in ((0, None), (None, 15), (None, 9)):
+        trace = one_rollout()
+        trace.watch.leaving(ROLLOUT, trace.now)
+        trace.watch.step_ended(ROLLOUT, code, signal, "exited", trace.now)
+        assert trace.found() == set()
+        assert trace.found(trace.now + 1e4) - {warn("node_lost", "n1")} == set()
+
+
+def test_a_code_of_its_own_after_goodbye_is_a_warning() -> None:
+    trace = one_rollout()
+    trace.watch.leaving(ROLLOUT, trace.now)
+    trace.watch.step_ended(ROLLOUT, 3, None, "exited", trace.now)
+    assert trace.found() == {warn("exit_record", ROLLOUT)}
+
+
+def test_code_0_without_goodbye_waits_for_a_goodbye_that_may_be_on_the_way() -> None:
+    trace = one_rollout()
+    trace.watch.step_ended(ROLLOUT, 0, None, "exited", trace.now)
+    due = trace.now + 4 * LIMITS.beat
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("exit_record", ROLLOUT)}
+    trace.watch.leaving(ROLLOUT, trace.now + 1)
+    assert trace.found(due) == set()
+
+
+def test_a_second_step_that_was_sent_away_says_nothing_about_the_first() -> None:
+    trace = one_rollout()
+    trace.watch.step_ended(ROLLOUT, 1, None, "unwanted", trace.now)
+    assert trace.found() == set()
+
+
+def test_the_agent_s_witness_is_proof_and_an_exit_record_says_more() -> None:
+    trace = one_rollout()
+    trace.watch.gone(ROLLOUT, trace.now)
+    assert trace.found() == {fail("step_gone", ROLLOUT)}
+    assert trace.only().proof
+    trace.watch.step_ended(ROLLOUT, None, 9, "signalled", trace.now)
+    assert trace.found() == {fail("exit_record", ROLLOUT)}
+
+
+def test_a_witnessed_end_of_who_was_asked_to_stop_is_no_failure() -> None:
+    trace = one_rollout()
+    trace.watch.leaving(ROLLOUT, trace.now)
+    trace.watch.gone(ROLLOUT, trace.now)
+    trace.watch.step_ended(ROLLOUT, None, None, "vanished (agent of n1)", trace.now)
+    assert trace.found() == set()
+
+
+def test_an_agent_that_exits_is_found_like_any_replica() -> None:
+    trace = one_rollout()
+    trace.watch.step_ended(agent_of("n1"), 1, None, "exited", trace.now)
+    assert trace.found() == {fail("exit_record", agent_of("n1"))}
+
+
+# ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_silent_worker_on_a_living_node_has_failed_after_the_limit_and_not_before() -> None:
+    trace = one_rollout()
+    trace.play(5)
+    last = trace.now
+    trace.silent.add(ROLLOUT)
+    trace.play(9)
+    due = last + LIMITS.silence
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("worker_silence", ROLLOUT)}
+    finding = trace.only(due)
+    assert (finding.since, finding.cause, finding.proof) == (last, Cause.PROCESS, False)
+
+
+@pytest.mark.parametrize("phase", sorted(PHASES))
+def test_a_worker_must_beat_in_every_phase(phase: str) -> None:
+    trace = one_rollout(phase)
+    trace.silent.add(ROLLOUT)
+    trace.play(10)
+    assert fail("worker_silence", ROLLOUT) in trace.found()
+
+
+def test_silence_after_goodbye_is_expected() -> None:
+    trace = one_rollout()
+    trace.watch.leaving(ROLLOUT, trace.now)
+    trace.silent.add(ROLLOUT)
+    trace.play(1000)
+    assert trace.found() == set()
+
+
+def test_a_worker_that_falls_silent_with_its_whole_node_is_unknown_and_not_charged() -> None:
+    trace = one_rollout()
+    trace.play(5.0)
+    trace.watch.agent_heard(NodeName("n1"), agent_of("n1"), trace.now + 0.9)  # the last beats differ by up to one
+    assert trace.found(trace.now + LIMITS.silence) == {unknown("worker_silence", ROLLOUT)}
+
+
+def test_a_living_sibling_witnesses_for_the_node_too() -> None:
+    trace = Trace().node("n1", ROLLOUTS[0], ROLLOUTS[1])
+    trace.silent |= {ROLLOUTS[0], agent_of("n1")}
+    trace.play(10)
+    assert trace.found() == {fail("worker_silence", ROLLOUTS[0]), warn("node_lost", "n1")}
+
+
+def test_with_slow_beats_silence_takes_three_missed_ones_and_time_for_the_last() -> None:
+    trace = Trace(Limits(beat=5.0, silence=10.0)).node("n1", ROLLOUT)
+    last = trace.now
+    trace.silent.add(ROLLOUT)
+    trace.play(20)
+    assert trace.found(before(last + 20)) == set()
+    assert trace.found(last + 20) == {fail("worker_silence", ROLLOUT)}
+
+
+def test_who_is_heard_again_is_found_no_more() -> None:
+    trace = one_rollout()
+    trace.silent.add(ROLLOUT)
+    trace.play(30)
+    assert trace.found() == {fail("worker_silence", ROLLOUT)}
+    trace.silent.clear()
+    trace.play(1)
+    assert trace.found() == set()
+
+
+def test_a_launch_without_hello_fails_after_the_join_limit_and_not_before() -> None:
+    trace = Trace().node("n1")
+    trace.launch(ROLLOUT, "n1")
+    due = trace.now + LIMITS.join
+    trace.play(LIMITS.join)
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("never_joined", ROLLOUT)}
+
+
+def test_an_agent_that_never_joins_fails_by_itself() -> None:
+    trace = Trace()
+    trace.launch(agent_of("n1"), "n1")
+    assert trace.found(trace.now + LIMITS.join) == {fail("never_joined", agent_of("n1"))}
+
+
+# ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_rollout_that_beats_but_makes_no_tokens_hangs_after_the_adaptive_deadline() -> None:
+    trace = one_rollout()
+    trace.play(20)  # usual gap 1 s: the deadline is the phase's shortest
+    last = trace.now
+    trace.still.add(ROLLOUT)
+    trace.play(59)
+    due = last + PHASES["generate"].shortest
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("no_progress", ROLLOUT)}
+    finding = trace.only(due)
+    assert (finding.cause, finding.remedy, finding.since) == (Cause.HANG, Remedy.RESTART, last)
+    assert finding.evidence[0].text == (
+        "phase generate: no progress within 60 s (5 x usual 1 s, within 60 to 900 s)"
+    )
+
+
+def test_the_first_pass_gets_the_longest_deadline_and_grace() -> None:
+    trace = one_rollout()
+    trace.still.add(ROLLOUT)
+    began = trace.now
+    due = began + PHASES["generate"].longest + LIMITS.first_pass
+    trace.play(due - began)
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("no_progress", ROLLOUT)}
+
+
+def test_a_replacement_gets_first_pass_grace_on_top_of_what_is_usual_in_its_role() -> None:
+    trace = one_rollout()
+    trace.play(20)
+    second = Life(ROLLOUT.replica, 2)
+    trace.launch(second, "n1")
+    trace.watch.joined(second, NodeName("n1"), "starting", trace.now)
+    trace.enter(second, "generate")
+    trace.still.add(second)
+    due = trace.now + PHASES["generate"].shortest + LIMITS.first_pass
+    trace.play(due - trace.now)
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("no_progress", second)}
+
+
+def test_no_progress_needs_three_beats_that_show_it() -> None:
+    trace = one_rollout()
+    trace.play(20)
+    trace.silent.add(ROLLOUT)
+    trace.play(100)
+    trace.silent.clear()
+    trace.still.add(ROLLOUT)
+    trace.play(1)
+    trace.watch.replicas[ROLLOUT.replica].beats = 2
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("no_progress", ROLLOUT)}
+
+
+@pytest.mark.parametrize("phase", [p.name for p in PHASES.values() if not p.progresses])
+def test_standing_still_for_a_while_is_normal_in_phases_that_need_no_progress(phase: str) -> None:
+    trace = one_rollout(phase)
+    trace.play(250)
+    assert trace.found() == set()
+
+
+def test_a_training_step_that_does_not_end_is_overdue_by_the_adaptive_deadline() -> None:
+    trace = Trace().node("n1", TRAINER, phase="publish")
+    trace.learn(TRAINER, "train", 100.0, passes=5)
+    trace.enter(TRAINER, "train")
+    began = trace.now
+    due = began + LIMITS.adaptive * 100.0
+    trace.play(due - began)
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("phase_overdue", TRAINER)}
+    assert trace.only(due).cause == Cause.HANG
+
+
+@pytest.mark.parametrize(("usual", "deadline"), [(2.0, 300.0), (400.0, 1800.0)])
+def test_the_adaptive_deadline_stays_within_the_bounds_of_the_phase(usual: float, deadline: float) -> None:
+    trace = Trace().node("n1", TRAINER, phase="publish")
+    trace.learn(TRAINER, "train", usual, passes=5)
+    trace.enter(TRAINER, "train")
+    began = trace.now
+    trace.play(deadline)
+    assert trace.found(before(began + deadline)) == set()
+    assert trace.found(began + deadline) == {fail("phase_overdue", TRAINER)}
+
+
+def test_a_long_phase_that_shows_progress_is_not_overdue() -> None:
+    trace = Trace().node("n1", TRAINER, phase="train")
+    for _ in range(40):
+        trace.play(100)
+        trace.done[TRAINER] = trace.done.get(TRAINER, 0) + 1
+    assert trace.found() == set()
+
+
+def test_a_running_deadline_does_not_move_when_others_change_what_is_usual() -> None:
+    trace = Trace().node("n1", *ROLLOUTS[:2], phase="publish")
+    for life in ROLLOUTS[:2]:
+        trace.learn(life, "checkpoint", 20.0, between="serve")
+    trace.enter(ROLLOUTS[0], "checkpoint")
+    trace.play(110)
+    found = trace.findings()
+    assert [f.detector for f in found] == ["phase_overdue"]
+    trace.learn(ROLLOUTS[1], "checkpoint", 80.0, passes=8, between="serve")
+    assert trace.findings() == found
+
+
+def test_nobody_knows_how_long_an_undeclared_phase_may_last_so_it_only_warns() -> None:
+    trace = Trace().node("n1", TRAINER, phase="my_evaluation")
+    trace.play(1200)
+    assert trace.found() == {warn("phase_overdue", TRAINER)}
+
+
+def test_a_phase_that_may_last_for_ever_is_never_overdue() -> None:
+    trace = Trace().node("n1", TRAINER, phase="serve")
+    trace.play(5000)
+    assert trace.found() == set()
+
+
+def test_evidence_and_since_carry_no_running_seconds() -> None:
+    trace = Trace().node("n1", *ROLLOUTS)
+    trace.play(20)
+    trace.still.add(ROLLOUTS[0])
+    trace.silent.add(ROLLOUTS[1])
+    trace.watch.step_ended(ROLLOUTS[2], 1, None, "exited", trace.now)
+    trace.play(70)
+    found = trace.findings()
+    assert len(found) == 3
+    trace.play(333)
+    assert trace.findings() == found
+
+
+def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
+    names = [detector.__name__ for detector in PROGRESS_DETECTORS]
+    assert names[:4] == ["exit_record", "step_gone", "never_joined", "worker_silence"]
+    assert set(names[4:]) == {"no_progress", "phase_overdue", "wait_overdue", "idle"}
+
+
+# ── a new manager ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_restart_gives_full_grace_and_judges_nothing_from_before() -> None:
+    trace = Trace().node("n1", *ROLLOUTS[:2]).node("n2", TRAINER, phase="train")
+    trace.play(20)
+    trace.silent |= {ROLLOUTS[0], TRAINER, agent_of("n2")}
+    trace.still.add(ROLLOUTS[1])
+    trace.play(200)
+    trace.watch.cluster_node(NodeName("n2"), "down", "", trace.now)
+    assert trace.found() == {
+        fail("worker_silence", ROLLOUTS[0]), fail("no_progress", ROLLOUTS[1]), fail("node_down", "n2")
+    }  # fmt: skip
+    trace.watch.restart(trace.now)
+    began = trace.now
+    assert trace.found() == set()
+    trace.play(59)
+    assert trace.found() == set()
+    trace.play(LIMITS.join - 59)
+    assert trace.found(before(began + LIMITS.join)) == {fail("no_progress", ROLLOUTS[1])}  # of what was seen since
+    assert trace.found() == {
+        fail("never_joined", ROLLOUTS[0]), fail("no_progress", ROLLOUTS[1]), fail("node_lost", "n2"),
+    }  # fmt: skip
+
+
+def test_proof_outlives_a_restart() -> None:
+    trace = one_rollout()
+    trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
+    trace.watch.restart(trace.now + 5)
+    assert trace.found() == {fail("exit_record", ROLLOUT)}
+
+
+def test_a_rollout_may_wait_for_an_agentless_command_of_any_name() -> None:
+    other = Life(ReplicaId("judge/0"), 1)
+    trace = Trace().node("n1", other, phase="score")
+    trace.play(100)
+    assert trace.found() == set()

@@ -1,0 +1,148 @@
+"""A run directory with keys, and a manager that only listens: for tests of what runs first on a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rrl.spec.launch import LAUNCH_ENV, ExitRecord, Launch, read_exit, tag_of
+from rrl.spec.processes import Process, processes, sweep
+from rrl.spec.rundir import RunDir, write_atomically
+from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.transport.control import Listener
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import Admitted, Up, Wanted
+
+PATIENCE = 30.0
+"""s; no test depends on how fast something is, only that it comes"""
+_T = TypeVar("_T")
+
+
+async def eventually(look: Callable[[], _T | None], what: str = "it") -> _T:
+    """The first true answer of ``look``. Fails after ``PATIENCE`` s."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while not (seen := look()):
+        assert asyncio.get_running_loop().time() < deadline, f"{what} did not come"
+        await asyncio.sleep(0.01)
+    return seen
+
+
+class Manager:
+    """Admits every step unless told otherwise, and keeps what it hears."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.refuse = ""
+        """why, if steps are refused"""
+        self.heard: list[Any] = []
+        self.peers: dict[Life, bytes] = {}
+
+    async def serve(self) -> None:
+        while True:
+            incoming = await self.listener.receive()
+            message = incoming.message
+            self.heard.append(message)
+            self.peers[getattr(message, "life", Life(ReplicaId("none/0"), 0))] = incoming.peer
+            if isinstance(message, Wanted):
+                answer = Admitted(message.tag, not self.refuse, self.refuse)
+                await self.listener.send(incoming.peer, answer, incoming.ask)
+
+    async def hears(self, kind: type[_T], where: Callable[[_T], bool] = lambda message: True) -> _T:
+        """The first message of this kind, waiting for it if need be."""
+        return await eventually(
+            lambda: next((m for m in self.heard if isinstance(m, kind) and where(m)), None), kind.__name__
+        )
+
+    async def tell(self, life: Life, message: Any) -> None:
+        await self.listener.send(self.peers[life], message)
+
+
+class Lab:
+    """One run in ``path``. ``close`` ends every process of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir(path / "run-1")
+        self.run.create()
+        self.keys = RunKeys.make()
+        self.keys.save(self.run.keys)
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    @contextlib.asynccontextmanager
+    async def manager(self, epoch: int = 1, refuse: str = "") -> AsyncIterator[Manager]:
+        listener = await Listener.open(self.keys, Up, epoch=epoch)
+        manager = Manager(listener)
+        manager.refuse = refuse
+        write_atomically(self.run.manager, msgspec.json.encode(listener.address))
+        serving = asyncio.create_task(manager.serve())
+        try:
+            yield manager
+        finally:
+            serving.cancel()
+            await listener.close()
+
+    def launch(
+        self, *argv: str, replica: str = "rollout/0", incarnation: int = 1, node: str = "local1", grace: float = 5.0,
+        env: dict[str, str] | None = None, dies_with_launcher: bool = False,
+    ) -> Launch:  # fmt: skip
+        """Write a launch file."""
+        life = Life(ReplicaId(replica), incarnation)
+        launch = Launch(
+            tag=tag_of(self.run.id, life), run_dir=str(self.run.path), life=life, node=NodeName(node), argv=argv,
+            env={"PATH": "/usr/bin:/bin"} | (env or {}), cwd=str(self.run.path), grace=grace,
+            dies_with_launcher=dies_with_launcher,
+        )  # fmt: skip
+        write_atomically(self.run.launch_file(launch.tag), msgspec.json.encode(launch))
+        return launch
+
+    def start(self, launch: Launch, module: str = "step", patch: str = "") -> subprocess.Popen[bytes]:
+        """Start the first process; with ``patch``, Python statements run before its main."""
+        file = str(self.run.launch_file(launch.tag))
+        argv = [sys.executable, "-P", "-m", f"rrl.roles.{module}", file]
+        if patch:
+            code = f"import sys; {patch}; from rrl.roles import {module}; sys.exit({module}.main())"
+            argv = [sys.executable, "-P", "-c", code, file]
+        log = self.run.logs / f"{launch.tag}.first.log"
+        with log.open("ab") as out:
+            env = {"PATH": "/usr/bin:/bin", "HOME": str(self.run.path), LAUNCH_ENV: file, "INHERITED": "1"}
+            child = subprocess.Popen(argv, env=env, stdout=out, stderr=out, start_new_session=True)
+        self._started.append(child)
+        return child
+
+    async def end_of(self, child: subprocess.Popen[bytes]) -> int:
+        """The exit status of a process that was started."""
+        return await asyncio.wait_for(asyncio.to_thread(child.wait), PATIENCE)
+
+    def processes(self, launch: Launch | None = None) -> list[Process]:
+        """What lives of the run, or of one step of it."""
+        path = str(self.run.launch_file(launch.tag)) if launch else None
+        return [process for process in processes(str(self.run.steps)) if path in (None, process.launch)]
+
+    def record(self, launch: Launch) -> ExitRecord | None:
+        return read_exit(self.run.exit_file(launch.tag))
+
+    def log(self, launch: Launch) -> str:
+        path = self.run.log_file(launch.tag)
+        return path.read_text() if path.exists() else ""
+
+    def close(self) -> None:
+        _, left = sweep(self.processes, PATIENCE)
+        for child in self._started:
+            child.kill()
+            child.wait()
+        assert not left
+
+
+@contextlib.contextmanager
+def lab(path: Path) -> Iterator[Lab]:
+    made = Lab(path)
+    try:
+        yield made
+    finally:
+        made.close()

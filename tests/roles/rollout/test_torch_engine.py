@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rrl.roles.model import build_model
+from rrl.roles.rollout.engine import Sampling
+from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
+from rrl.roles.trainer.learner import Learner
+from rrl.roles.trajectories.types import Batch, Item, Segment
+from rrl.spec.words import Life, ReplicaId, Version
+from rrl.tests.roles.trainer import harness
+
+pytestmark = pytest.mark.torch
+
+_FIRST = Version(0, 1)
+
+
+def _prompt(seed: int, length: int) -> tuple[int, ...]:
+    made: list[int] = torch.randint(2, 13, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return tuple(made)
+
+
+def _item(trajectory: int, length: int = 5, so_far: tuple[int, ...] = (), max_new: int = 6) -> Item:
+    segments = (Segment(trajectory, 0, so_far, (0.0,) * len(so_far), _FIRST),) if so_far else ()
+    return Item(trajectory, trajectory, _prompt(trajectory, length), segments, max_new)
+
+
+def _endless(vocabulary: int = 13) -> TorchEngine:
+    """An engine whose end-of-sequence token is not in the vocabulary: only ``max_new`` ends a trajectory."""
+    made = TorchEngine(build_model(harness.SMALL, vocabulary, 3), eos=vocabulary, seed=0)
+    made.load(_FIRST, harness.learner().weights().items())
+    return made
+
+
+def _tokens(segments: list[Segment]) -> tuple[int, ...]:
+    return tuple(token for each in segments for token in each.tokens)
+
+
+def test_recorded_logprobs_are_the_trainers_for_prompts_and_prefixes_of_any_length() -> None:
+    student = harness.learner()
+    items = [_item(n, length=3 + n % 5, so_far=_prompt(n, n % 4), max_new=1 + n % 7) for n in range(40)]
+    items += [Item(100 + n, 0, items[0].prompt, (), 6) for n in range(16)]  # a group: one prefix, read once
+    rolled = harness.roll_out(harness.engine(student), items, Sampling(segment_tokens=2))
+    trajectories = []
+    for item in items:
+        fresh = rolled[item.trajectory][len(item.so_far) :]
+        prefix = _tokens(list(item.so_far))
+        whole = harness.join(Item(item.trajectory, item.group, item.prompt + prefix), fresh)
+        assert len(whole.tokens) > 0
+        trajectories.append(whole)
+    assert student.step(Batch(1, (), "", tuple(trajectories)))["drift"] < 1e-5
+    exact = _alone(harness.learner(), [(each.prompt, each.tokens) for each in trajectories])
+    for expected, each in zip(exact, trajectories, strict=True):
+        assert _difference(expected, each.logprobs).max() < 1e-4
+
+
+def _alone(student: Learner, pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Log-probabilities by one plain forward pass for each trajectory: no padding, no cache, no batch."""
+    found = []
+    with torch.no_grad():
+        for prompt, answer in pairs:
+            tokens = torch.tensor([[*prompt, *answer]])
+            logits = student.model(input_ids=tokens[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+            found.append(logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0])
+    return found
+
+
+def _difference(these: torch.Tensor, those: tuple[float, ...]) -> torch.Tensor:
+    return (these - torch.tensor(those)).abs()
+
+
+def test_temperature_is_part_of_the_recorded_logprobs() -> None:
+    item = _item(0)
+    (segment,) = harness.roll_out(harness.engine(harness.learner()), [item], Sampling(temperature=0.5))[0]
+    with torch.no_grad():
+        logits = harness.learner().model(input_ids=torch.tensor([item.prompt])).logits[0, -1]
+    assert segment.logprobs[0] == pytest.approx((logits / 0.5).log_softmax(-1)[segment.tokens[0]].item(), abs=1e-5)
+
+
+def test_a_greedy_answer_is_the_same_in_pieces_resumed_and_at_once() -> None:
+    engine = _endless()
+    items = [_item(n, length=3 + n, max_new=9) for n in range(4)]
+    at_once = harness.roll_out(engine, items, Sampling(greedy=True))
+    in_pieces = harness.roll_out(engine, items, Sampling(greedy=True, segment_tokens=2))
+    half = {n: _tokens(segments)[: 2 + n] for n, segments in at_once.items()}
+    rest = [_item(n, length=3 + n, so_far=half[n], max_new=9 - len(half[n])) for n in range(4)]
+    resumed = harness.roll_out(engine, rest, Sampling(greedy=True))
+    for n in range(4):
+        assert len(at_once[n]) == 1
+        assert [len(each.tokens) for each in in_pieces[n]] == [2, 2, 2, 2, 1]
+        assert _tokens(in_pieces[n]) == _tokens(at_once[n]) == _tokens(resumed[n])
+
+
+def test_segments_follow_one_another_and_continue_the_earlier_lifes_offset() -> None:
+    item = _item(5, so_far=(3, 4, 5), max_new=5)
+    segments = harness.roll_out(_endless(), [item], Sampling(segment_tokens=2))[5]
+    assert [each.offset for each in segments] == [0, 3, 5, 7]
+    assert all(len(each.tokens) == len(each.logprobs) for each in segments)
+
+
+def test_nothing_is_sampled_after_the_end_of_sequence() -> None:
+    items = [_item(n, max_new=40) for n in range(32)]
+    for segments in harness.roll_out(harness.engine(harness.learner()), items, Sampling(segment_tokens=7)).values():
+        tokens = _tokens(segments)
+        assert harness.EOS not in tokens[:-1]
+        assert tokens[-1] == harness.EOS or len(tokens) == 40
+
+
+def test_each_trajectory_keeps_to_its_own_limit() -> None:
+    items = [_item(n, max_new=1 + n) for n in range(5)]
+    rolled = harness.roll_out(_endless(), items, Sampling(segment_tokens=3))
+    assert [len(_tokens(rolled[n])) for n in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment() -> None:
+    ended = _item(1, so_far=(4, harness.EOS), max_new=3)
+    full = _item(2, so_far=(4, 5), max_new=0)
+    rolled = harness.roll_out(harness.engine(harness.learner()), [ended, _item(3), full], Sampling())
+    assert rolled[1] == list(ended.so_far)
+    assert rolled[2] == list(full.so_far)
+    assert len(rolled[3]) == 1
+
+
+def test_running_trajectories_survive_new_weights_and_say_which_made_each_segment() -> None:
+    engine, other = _endless(), harness.learner(seed=9)
+    items = [_item(n, length=3 + n, max_new=6) for n in range(3)]
+    growing = engine.generate(items, Sampling(segment_tokens=2, greedy=True))
+    before, _ = next(growing)
+    engine.load(Version(1, 1), other.weights().items())
+    after, _ = next(growing)
+    assert {each.version for each in before} == {_FIRST}
+    assert {each.version for each in after} == {Version(1, 1)}
+    for item, early, late in zip(items, before, after, strict=True):
+        (expected,) = _alone(other, [(item.prompt + early.tokens, late.tokens)])
+        assert _difference(expected, late.logprobs).max() < 1e-4
+
+
+def test_lives_sample_differently_and_a_seed_repeats() -> None:
+    items = [_item(n, max_new=8) for n in range(8)]
+    lives = [Life(ReplicaId("rollout/0"), 1), Life(ReplicaId("rollout/0"), 2), Life(ReplicaId("rollout/1"), 1)]
+    seeds = [seed_of(0, life) for life in lives]
+    student = harness.learner()
+    first, reborn, other, again = (
+        harness.roll_out(harness.engine(student, seed=seed), items, Sampling()) for seed in (*seeds, seeds[0])
+    )
+    assert first == again
+    assert first != reborn
+    assert first != other
+    assert reborn != other
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_stay() -> None:
+    engine = _endless()
+    expected = harness.roll_out(engine, [_item(0)], Sampling(greedy=True))
+    weights = harness.learner(seed=4).weights()
+    wrong_shape = weights | {"lm_head.weight": torch.zeros(2, 2)}
+    missing = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    for wrong, why in ((wrong_shape, r"lm_head.weight is \(2, 2\)"), (missing, "lm_head.weight")):
+        with pytest.raises(ValueError, match=why):
+            engine.load(Version(1, 1), wrong.items())
+    assert harness.roll_out(engine, [_item(0)], Sampling(greedy=True)) == expected
+
+
+def test_loaded_weights_do_not_hang_on_the_memory_they_came_in() -> None:
+    engine = _endless()
+    weights = {name: tensor.clone() for name, tensor in harness.learner(seed=4).weights().items()}
+    engine.load(Version(1, 1), weights.items())
+    expected = harness.roll_out(engine, [_item(0)], Sampling(greedy=True))
+    for tensor in weights.values():
+        tensor.zero_()
+    assert harness.roll_out(engine, [_item(0)], Sampling(greedy=True)) == expected
+
+
+def test_nothing_is_sampled_before_weights_have_come() -> None:
+    engine = TorchEngine(build_model(harness.SMALL, 13, 0), eos=1, seed=0)
+    with pytest.raises(RuntimeError, match="no weights"):
+        next(engine.generate([_item(0)], Sampling()))
+
+
+def test_a_probe_notices_weights_that_cannot_be_right() -> None:
+    engine = _endless()
+    engine.probe()
+    weights = harness.learner().weights()
+    broken = weights | {"lm_head.weight": torch.full_like(weights["lm_head.weight"], torch.nan)}
+    engine.load(Version(1, 1), broken.items())
+    with pytest.raises(RuntimeError, match=r"v1\.1 does not give finite logits"):
+        engine.probe()

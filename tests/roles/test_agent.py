@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.launch import Launch
+from rrl.spec.processes import Process, look
+from rrl.tests.lab.first import Lab, Manager, eventually, lab
+from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected, StepExit, Stop
+
+SLEEP = ("sleep", "1000")
+DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
+
+
+class Node:
+    """A manager, an agent on ``local1`` and what the test starts beside it."""
+
+    def __init__(self, at: Lab, manager: Manager, agent: subprocess.Popen[bytes], launch: Launch) -> None:
+        self.at, self.manager, self.agent, self.launch = at, manager, agent, launch
+
+    async def step(self, *argv: str, replica: str = "rollout/0", node: str = "local1") -> tuple[Launch, Process]:
+        """A step that runs, and its command."""
+        launch = self.at.launch(*argv, replica=replica, node=node)
+        self.at.start(launch)
+        return launch, await eventually(lambda: command(self.at, launch))
+
+    async def sees(self, *launches: Launch) -> None:
+        """Wait for a beat that names exactly these steps."""
+        self.manager.heard.clear()
+        tags = tuple(sorted(launch.tag for launch in launches))
+        await self.manager.hears(AgentBeat, lambda beat: beat.alive == tags)
+
+
+def command(at: Lab, launch: Launch) -> Process | None:
+    ours = at.processes(launch)
+    return next((p for p in ours if p.step and p.group == p.pid and p.step.startswith(f"{p.parent}.")), None)
+
+
+def first_of(at: Lab, launch: Launch) -> Process:
+    return next(process for process in at.processes(launch) if process.module)
+
+
+@asynccontextmanager
+async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
+    async with at.manager() as manager:
+        launch = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
+        yield Node(at, manager, at.start(launch, "agent", patch), launch)
+
+
+def test_an_agent_says_who_it_is_and_which_steps_live_on_its_node(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            hello = await here.manager.hears(AgentHello)
+            assert (hello.life, hello.node, hello.pid) == (here.launch.life, "local1", here.agent.pid)
+            one, _ = await here.step(*SLEEP, replica="rollout/0")
+            two, command_of_two = await here.step(*SLEEP, replica="rollout/1")
+            await here.step(*SLEEP, replica="rollout/2", node="local2")
+            await here.sees(one, two)
+            os.killpg(command_of_two.pid, signal.SIGKILL)
+            await here.sees(one)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_that_vanishes_is_witnessed_and_its_orphans_are_swept(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            lost, _ = await here.step(*DAEMON, replica="rollout/0")
+            other, _ = await here.step(*DAEMON, replica="rollout/1")
+            await here.sees(lost, other)
+            os.kill(first_of(at, lost).pid, signal.SIGKILL)
+            assert await here.manager.hears(Gone) == Gone(lost.life, lost.tag, lost.node)
+            await eventually(lambda: not at.processes(lost))
+            assert len(at.processes(other)) == 3
+            assert here.agent.poll() is None
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witnessed(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            lost = at.launch(*DAEMON)
+            step = at.start(lost)
+            await eventually(lambda: len(at.processes(lost)) == 3)
+            step.kill()
+            step.wait()
+            await eventually(lambda: len(at.processes(lost)) == 1)
+            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent")
+            assert (await manager.hears(Gone)).tag == lost.tag
+            await eventually(lambda: not at.processes(lost))
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_that_left_its_record_is_not_called_gone(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            ended, command_of_ended = await here.step(*SLEEP, replica="rollout/0")
+            lost, _ = await here.step(*SLEEP, replica="rollout/1")
+            await here.sees(ended, lost)
+            os.killpg(command_of_ended.pid, signal.SIGKILL)
+            await here.manager.hears(StepExit)
+            await here.sees(lost)
+            os.kill(first_of(at, lost).pid, signal.SIGKILL)
+            await here.manager.hears(Gone)
+            assert [message.tag for message in here.manager.heard if isinstance(message, Gone)] == [lost.tag]
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_the_next_manager_hears_what_the_last_one_may_not_have(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            lost, _ = await here.step(*SLEEP)
+            await here.sees(lost)
+        os.kill(first_of(at, lost).pid, signal.SIGKILL)
+        async with at.manager(epoch=2) as second:
+            await second.hears(AgentHello)
+            assert (await second.hears(Gone)).tag == lost.tag
+            await second.hears(AgentBeat)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP)
+            await here.sees(launch)
+            await here.manager.tell(here.launch.life, Stop(here.launch.life, 1.0, "done"))
+            assert await at.end_of(here.agent) == 0
+            assert look(role.pid) is not None
+            record = at.record(here.launch)
+            assert record is not None
+            assert record.why == "asked"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("gone", ["summary", "folder"])
+def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_leaves(tmp_path: Path, gone: str) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at, "import rrl.roles.agent as a; a.RUN_OVER_FOR = 0.3") as here:
+            launch, _ = await here.step(*DAEMON)
+            await here.sees(launch)
+        if gone == "summary":
+            at.run.summary.write_text("{}")
+        else:
+            at.run.path.rename(tmp_path / "away")
+        await at.end_of(here.agent)
+        assert at.processes() == []
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            frozen, role = await here.step(*SLEEP, replica="rollout/0")
+            other, _ = await here.step(*SLEEP, replica="rollout/1")
+            await here.sees(frozen, other)
+            for process in (first_of(at, frozen), role):
+                os.kill(process.pid, signal.SIGSTOP)
+            await here.manager.tell(here.launch.life, Fenced(frozen.life, "superseded"))
+            await eventually(lambda: not at.processes(frozen))
+            await here.sees(other)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_an_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind: FaultKind) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP)
+            await here.sees(launch)
+            fault = Fault("f1", kind, "rollout/0", 3)
+            await here.manager.tell(here.launch.life, Inject(fault, launch.tag))
+            report = await here.manager.hears(Injected)
+            assert (report.fault, report.ok) == (fault, True), report.detail
+            if kind is FaultKind.FREEZE:
+                await eventually(lambda: " (sleep) T " in Path(f"/proc/{role.pid}/stat").read_text())
+                assert first_of(at, launch)
+            elif kind is FaultKind.KILL:
+                assert (await here.manager.hears(StepExit)).signal == signal.SIGKILL
+            else:
+                await here.manager.hears(Gone)
+                assert at.record(launch) is None
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_fault_is_not_performed_on_another_node_or_on_nothing(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP, node="local2")
+            for tag in (launch.tag, "run-1.rollout-7.1"):
+                here.manager.heard.clear()
+                await here.manager.hears(AgentBeat)
+                await here.manager.tell(here.launch.life, Inject(Fault("f1", FaultKind.KILL, "rollout/0", 3), tag))
+                assert not (await here.manager.hears(Injected)).ok
+            assert look(role.pid) is not None
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.roles import faults
+from rrl.roles.faults import PERFORM, NotPerformed, Target, find_target
+from rrl.spec.faults import EFFECT, FaultKind
+from rrl.spec.processes import look
+from rrl.tests.lab.first import Lab, eventually, lab
+
+
+def target_of(at: Lab, file: str) -> Target | None:
+    try:
+        return find_target(file)
+    except NotPerformed:
+        return None
+
+
+def test_every_kind_of_fault_has_a_performer() -> None:
+    assert PERFORM.keys() == set(FaultKind) == EFFECT.keys()
+
+
+def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            launch = at.launch("sh", "-c", "(setsid sleep 1001 &); sleep 1000; true")
+            step = at.start(launch)
+            file = str(at.run.launch_file(launch.tag))
+            target = await eventually(lambda: target_of(at, file))
+            assert target.step.pid == step.pid
+            assert (target.command.pid, target.command.parent) == (target.command.group, step.pid)
+            PERFORM[FaultKind.KILL](target)
+            assert await at.end_of(step) == 128 + signal.SIGKILL
+            with pytest.raises(NotPerformed, match="does not live"):
+                find_target(file)
+            with pytest.raises(NotPerformed, match="was gone"):
+                PERFORM[FaultKind.KILL](target)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_that_has_not_started_its_command_is_no_target(tmp_path: Path) -> None:
+    with lab(tmp_path) as at:
+        launch = at.launch("sleep", "1000")
+        at.start(launch)  # nobody admits it
+        with pytest.raises(NotPerformed, match="has not started its command"):
+            find_target(str(at.run.launch_file(launch.tag)))
+
+
+def fake_slurmstepd(tmp_path: Path) -> subprocess.Popen[bytes]:
+    """A process of that name with one child."""
+    code = "open('/proc/self/comm', 'w').write('slurmstepd'); import subprocess as s; s.run(['sleep', '1000'])"
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+def child_of(pid: int) -> int | None:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+@pytest.mark.parametrize("permitted", [True, False])
+def test_under_slurm_what_holds_the_step_is_killed_if_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permitted: bool
+) -> None:
+    holder = fake_slurmstepd(tmp_path)
+    try:
+        child = asyncio.run(eventually(lambda: child_of(holder.pid)))
+        step = look(child)
+        assert step is not None
+        if permitted:
+            assert "slurmstepd" in PERFORM[FaultKind.KILL_STEP](Target(step, step))
+            assert holder.wait() == -signal.SIGKILL
+        else:
+            monkeypatch.setattr(faults, "send", _refused)
+            with pytest.raises(NotPerformed, match="belongs to another user"):
+                PERFORM[FaultKind.KILL_STEP](Target(step, step))
+            assert look(child) is not None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
+
+
+def _refused(*_: object) -> bool:
+    raise PermissionError

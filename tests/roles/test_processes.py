@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.roles.processes import Census, kill_group
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.processes import STEP_MODULE, Process, end, look, marks, processes, send, sweep
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    children: list[subprocess.Popen[bytes]] = []
+    yield children
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def sleeper(started: list[subprocess.Popen[bytes]], *argv: str, **env: str) -> Process:
+    child = subprocess.Popen(argv or ("sleep", "1000"), env={"PATH": "/usr/bin:/bin", **env}, start_new_session=True)
+    started.append(child)
+    process = look(child.pid)
+    assert process is not None
+    return marks(process)
+
+
+def test_only_processes_of_the_folder_are_found(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    ours = sleeper(started, **{"BEFORE": "1", LAUNCH_ENV: f"{tmp_path}/steps/a.launch", "AFTER": "1"})
+    sleeper(started, **{LAUNCH_ENV: f"{tmp_path}/steps-of-another/a.launch"})
+    sleeper(started, **{"NOT_" + LAUNCH_ENV: f"{tmp_path}/steps/a.launch"})
+    sleeper(started)
+    assert processes(f"{tmp_path}/steps") == [ours]
+    assert Census(f"{tmp_path}/steps").take() == [ours]
+    assert ours.launch == f"{tmp_path}/steps/a.launch"
+
+
+def test_a_first_process_is_known_by_its_words_but_what_carries_them_to_it_is_not(
+    started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    file = f"{tmp_path}/steps/a.launch"
+    code = "import time; time.sleep(1000)"
+    fake = tmp_path / "srun"
+    fake.write_text(f"#!{sys.executable}\n{code}\n")
+    fake.chmod(0o700)
+    (tmp_path / "rrl" / "roles").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("roles/__init__", ""), ("roles/step", code)):
+        (tmp_path / "rrl" / f"{name}.py").write_text(text)
+    first = sleeper(started, sys.executable, "-u", "-m", STEP_MODULE, file, PYTHONPATH=str(tmp_path))
+    carrier = sleeper(started, str(fake), "--jobid=1", sys.executable, "-u", "-m", STEP_MODULE, file)
+    assert (first.module, first.launch) == (STEP_MODULE, file)
+    assert (carrier.module, carrier.launch) == ("", "")
+
+
+def test_a_reused_pid_is_not_hit(started: list[subprocess.Popen[bytes]]) -> None:
+    now = sleeper(started)
+    before = msgspec.structs.replace(now, started=now.started - 1)
+    assert not send(before, signal.SIGKILL)
+    assert end([before], within=5.0) == []
+    assert look(now.pid) is not None
+    assert send(now, signal.SIGKILL)
+    started[0].wait()
+    assert not send(now, signal.SIGKILL)
+
+
+def test_a_sweep_ends_what_forks_while_it_is_swept(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    """Each lives 20 ms and then is another, in another session."""
+    chain = "import os, time\nwhile True:\n    if os.fork():\n        time.sleep(0.02); os._exit(0)\n    os.setsid()\n"
+    first = sleeper(started, sys.executable, "-c", chain, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
+    while look(first.pid) is not None:
+        os.sched_yield()
+    swept, left = sweep(lambda: processes(str(tmp_path)), within=20.0)
+    assert swept
+    assert not left
+    assert processes(str(tmp_path)) == []
+
+
+def test_what_survives_a_sweep_is_reported(started: list[subprocess.Popen[bytes]]) -> None:
+    process = sleeper(started)
+    found, left = sweep(lambda: [process], within=0.2)  # as if SIGKILL had no effect
+    assert found == left == [process]
+
+
+def test_a_zombie_is_not_alive(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    process = sleeper(started, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
+    assert end([process], within=20.0) == []
+    assert look(process.pid) is None
+    assert processes(str(tmp_path)) == []
+
+
+def test_a_group_is_signalled_whole_and_an_empty_one_is_no_error(started: list[subprocess.Popen[bytes]]) -> None:
+    leader = sleeper(started, "sh", "-c", "sleep 1000 & echo; wait")
+    assert kill_group(leader.group)
+    started[0].wait()
+    while look(leader.pid) is not None:
+        os.sched_yield()
+    assert not kill_group(leader.group)
+
+
+def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
+    started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    script = f"read line; {LAUNCH_ENV}={tmp_path}/a.launch exec sleep 1000"
+    child = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
+    started.append(child)
+    census = Census(str(tmp_path))
+    assert census.take() == []
+    assert child.stdin is not None
+    child.stdin.write(b"\n")
+    child.stdin.close()
+    while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
+        os.sched_yield()
+    assert [process.pid for process in census.take()] == [child.pid]
+
+
+def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from rrl.roles import processes as module
+
+    read: list[int] = []
+
+    def count(process: Process) -> Process:
+        read.append(process.pid)
+        return marks(process)
+
+    monkeypatch.setattr(module, "marks", count)
+    monkeypatch.setattr(module, "_YOUNG", 0.0)
+    census = module.Census(str(tmp_path))
+    census.take()
+    first, read[:] = len(read), []
+    census.take()
+    assert len(read) < first

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.spec.launch import ExitRecord, Launch
+from rrl.spec.processes import Process, descendants, look
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.transport.messages import Fenced, StepExit, Stop, Wanted
+
+SLEEP = ("sleep", "1000")
+STUBBORN = (
+    sys.executable, "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(1000)",
+)  # fmt: skip
+DAEMON = "(setsid sleep 1001 &) ; (env -i setsid sleep 1002 &) ; sleep 1000"
+
+
+async def command(at: Lab, launch: Launch, argument: str = "1000") -> Process:
+    """The living process of the step whose last argument is ``argument``."""
+
+    def here() -> Process | None:
+        ours = [process for process in at.processes(launch) if process.step]
+        return next((process for process in ours if arguments(process)[-1] == argument), None)
+
+    return await eventually(here, f"a command with {argument}")
+
+
+def arguments(process: Process) -> list[str]:
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_text().removesuffix("\0").split("\0")
+    except OSError:
+        return [""]
+
+
+def gone(process: Process) -> bool:
+    now = look(process.pid)
+    return now is None or now.started != process.started
+
+
+def test_a_killed_role_leaves_a_record_and_the_manager_is_told(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*SLEEP)
+            step = at.start(launch)
+            os.killpg((await command(at, launch)).pid, signal.SIGKILL)
+            told = await manager.hears(StepExit)
+            assert told == StepExit(launch.life, launch.tag, None, signal.SIGKILL, "signalled")
+            record = at.record(launch)
+            assert record is not None
+            assert (record.code, record.signal, record.why) == (None, signal.SIGKILL, "signalled")
+            assert await at.end_of(step) == 128 + signal.SIGKILL
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_exit_code_is_recorded(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            launch = at.launch("sh", "-c", "echo to the log; echo and this >&2; exit 7")
+            assert await at.end_of(at.start(launch)) == 7
+            assert at.record(launch) == ExitRecord(
+                launch.tag, launch.life, launch.node, 7, None, "exited", getattr(at.record(launch), "at", 0.0)
+            )
+            assert at.log(launch) == "to the log\nand this\n"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_daemons_of_the_role_end_with_it_even_without_their_environment(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            launch = at.launch("sh", "-c", DAEMON)
+            step = at.start(launch)
+            marked = await command(at, launch, "1001")
+
+            def wiped() -> Process | None:
+                bare = [process for process in descendants(step.pid) if not process.launch]
+                return next((process for process in bare if arguments(process)[-1] == "1002"), None)
+
+            bare = await eventually(wiped, "the daemon without an environment")
+            os.killpg((await command(at, launch)).group, signal.SIGKILL)
+            await at.end_of(step)
+            assert gone(marked)
+            assert gone(bare)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_killed_by_sigkill_takes_its_command_along(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            launch = at.launch(*SLEEP)
+            step = at.start(launch)
+            role = await command(at, launch)
+            step.kill()
+            await eventually(lambda: gone(role))
+            assert at.record(launch) is None
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_refused_step_leaves_and_starts_nothing(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager(refuse="an older incarnation") as manager:
+            launch = at.launch("touch", str(tmp_path / "started"))
+            await at.end_of(at.start(launch))
+            assert not (tmp_path / "started").exists()
+            assert (await manager.hears(StepExit)).why == "unwanted: an older incarnation"
+            record = at.record(launch)
+            assert record is not None
+            assert record.why == "unwanted: an older incarnation"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_that_nobody_admits_leaves(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        launch = at.launch("touch", str(tmp_path / "started"))
+        await at.end_of(at.start(launch, patch="import rrl.roles.first as f; f.ADMISSION = 0.2; f.LAST_WORDS = 0.1"))
+        record = at.record(launch)
+        assert record is not None
+        assert record.why == "unwanted: no manager answered"
+        assert not (tmp_path / "started").exists()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_outlives_the_manager_and_reports_to_the_next(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        launch = at.launch(*SLEEP)
+        async with at.manager(epoch=1):
+            at.start(launch)
+            role = await command(at, launch)
+        async with at.manager(epoch=2) as second:
+            wanted = await second.hears(Wanted)
+            assert (wanted.life, wanted.tag) == (launch.life, launch.tag)
+            assert not gone(role)
+            os.killpg(role.pid, signal.SIGKILL)
+            assert (await second.hears(StepExit)).signal == signal.SIGKILL
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_that_the_next_manager_does_not_want_ends_its_role(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        launch = at.launch(*STUBBORN)
+        async with at.manager(epoch=1):
+            step = at.start(launch)
+            await eventually(lambda: "up" in at.log(launch))
+        async with at.manager(epoch=2, refuse="replaced"):
+            await at.end_of(step)
+            record = at.record(launch)
+            assert record is not None
+            assert (record.signal, record.why) == (signal.SIGKILL, "unwanted: replaced")
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_end_without_a_manager_is_told_to_the_next(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        launch = at.launch(*SLEEP)
+        async with at.manager(epoch=1):
+            at.start(launch, patch="import rrl.roles.first as f; f.LAST_WORDS = 20.0")
+            role = await eventually(lambda: next((p for p in at.processes(launch) if p.step), None))
+        os.killpg(role.pid, signal.SIGKILL)
+        await eventually(lambda: at.record(launch))
+        async with at.manager(epoch=2) as second:
+            assert (await second.hears(StepExit)).tag == launch.tag
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("how", ["signal", "message"])
+def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, how: str) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*STUBBORN, grace=0.3)
+            step = at.start(launch)
+            await eventually(lambda: "up" in at.log(launch))
+            if how == "signal":
+                step.terminate()
+            else:
+                await manager.tell(launch.life, Stop(launch.life, 0.3, "done"))
+            told = await manager.hears(StepExit)
+            assert (told.signal, told.why) == (signal.SIGKILL, "asked")
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_role_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch("sh", "-c", "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done")
+            step = at.start(launch)
+            await eventually(lambda: "up" in at.log(launch))
+            step.terminate()
+            told = await manager.hears(StepExit)
+            assert (told.code, told.why) == (0, "asked")
+            await at.end_of(step)
+            assert "saved" in at.log(launch)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_frozen_role_is_ended(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*SLEEP, grace=0.3)
+            step = at.start(launch)
+            os.killpg((await command(at, launch)).pid, signal.SIGSTOP)
+            step.terminate()
+            assert (await manager.hears(StepExit)).signal == signal.SIGKILL
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_fenced_role_gets_no_grace(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*STUBBORN, grace=1000.0)
+            at.start(launch)
+            await eventually(lambda: "up" in at.log(launch))
+            await manager.tell(launch.life, Stop(launch.life, 1000.0, "finish"))
+            await manager.tell(launch.life, Fenced(launch.life, "superseded"))
+            assert (await manager.hears(StepExit)).signal == signal.SIGKILL
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_the_launchers_death_ends_the_step_where_the_launch_says_so(tmp_path: Path, dies: bool) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*SLEEP, dies_with_launcher=dies)
+            file = str(at.run.launch_file(launch.tag))
+            start = f"{sys.executable} -P -m rrl.roles.step {file} & wait"
+            launcher = await asyncio.create_subprocess_exec("sh", "-c", start, start_new_session=True)
+            role = await command(at, launch)
+            launcher.kill()
+            await launcher.wait()
+            if dies:
+                assert (await manager.hears(StepExit)).why == "launcher died"
+            else:
+                os.killpg(role.pid, signal.SIGTERM)
+                assert (await manager.hears(StepExit)).why == "signalled"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_the_role_sees_the_environment_of_its_launch_file_and_nothing_else(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            launch = at.launch("env", env={"GIVEN": "1"})
+            await at.end_of(at.start(launch))
+            seen = dict(line.split("=", 1) for line in at.log(launch).splitlines())
+            assert seen.keys() == {"RRL_LAUNCH", "RRL_STEP", "SPT_NOENV", "PATH", "GIVEN"}
+            assert seen["RRL_LAUNCH"] == str(at.run.launch_file(launch.tag))
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_command_that_cannot_be_started_says_so(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            at.start(at.launch("no-such-command"))
+            assert (await manager.hears(StepExit)).why.startswith("not started: ")
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_another_lifes_orders_are_not_obeyed(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*SLEEP)
+            at.start(launch)
+            role = await command(at, launch)
+            older = at.launch(*SLEEP, incarnation=0).life
+            await manager.tell(launch.life, Fenced(older, "superseded"))
+            await manager.tell(launch.life, Stop(launch.life, 5.0, "done"))
+            assert (await manager.hears(StepExit)).signal == signal.SIGTERM
+            assert gone(role)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

@@ -1,0 +1,107 @@
+"""The learning loop in one process, without manager, store or sockets: rollouts sample, a task scores, a learner steps.
+
+``lag`` batches wait between sampling and training, as they do in a run in which rollouts work ahead of the trainer.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from rrl.roles.model import ModelSpec, build_model
+from rrl.roles.rollout.engine import Engine, Sampling
+from rrl.roles.rollout.torch_engine import TorchEngine
+from rrl.roles.trainer.learner import Learner, LearnerSettings
+from rrl.roles.trajectories.types import Batch, Item, Segment, Trajectory
+from rrl.spec.job import TrainerRole
+from rrl.spec.words import Version
+
+torch.set_num_threads(1)  # the tests share their cores, and a model this small gains nothing from a second one
+EOS = 1
+SMALL = ModelSpec(
+    hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=2, head_dim=16, max_length=64,
+    initializer_range=0.05,
+)  # fmt: skip
+Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
+"""The item's index and the answer's tokens to (reward, training reward)."""
+
+
+def settings(**changes: float) -> LearnerSettings:
+    """The defaults of job.toml, but for ``changes``."""
+    role = TrainerRole().model_dump()
+    return LearnerSettings(**{name: role[name] for name in LearnerSettings.__struct_fields__} | changes)
+
+
+def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: float) -> Learner:
+    return Learner(build_model(SMALL, vocabulary, seed), settings(**changes), steps=steps, temperature=1.0)
+
+
+def engine(weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0) -> TorchEngine:
+    """An engine with the learner's weights of this moment, built from another seed than they were."""
+    made = TorchEngine(build_model(SMALL, vocabulary, seed + 1000), eos=EOS, seed=seed)
+    made.load(Version(version, 1), weights.weights().items())
+    return made
+
+
+def roll_out(with_engine: Engine, items: Sequence[Item], sampling: Sampling) -> dict[int, list[Segment]]:
+    """All segments by trajectory, the earlier lives' first. Every item must be reported finished exactly once."""
+    segments = {item.trajectory: list(item.so_far) for item in items}
+    finished: list[int] = []
+    for grown, complete in with_engine.generate(items, sampling):
+        for segment in grown:
+            segments[segment.trajectory].append(segment)
+        finished += complete
+    assert sorted(finished) == sorted(segments)
+    return segments
+
+
+def join(item: Item, segments: Sequence[Segment], scores: tuple[float, float] = (0.0, 0.0)) -> Trajectory:
+    return Trajectory(
+        id=item.trajectory,
+        group=item.group,
+        prompt=item.prompt,
+        tokens=tuple(token for each in segments for token in each.tokens),
+        logprobs=tuple(value for each in segments for value in each.logprobs),
+        versions=tuple(each.version for each in segments for _ in each.tokens),
+        reward=scores[0],
+        training=scores[1],
+    )
+
+
+def sampled_batch(
+    with_engine: Engine, prompts: Sequence[tuple[int, ...]], first_item: int, group_size: int, max_new: int,
+    number: int, score: Scoring,
+) -> Batch:  # fmt: skip
+    """One batch of complete groups, one group a prompt."""
+    items = [
+        Item((first_item + place) * group_size + copy, first_item + place, prompt, max_new=max_new)
+        for place, prompt in enumerate(prompts)
+        for copy in range(group_size)
+    ]
+    rolled = roll_out(with_engine, items, Sampling())
+    trajectories = []
+    for item in items:
+        tokens = tuple(token for each in rolled[item.trajectory] for token in each.tokens)
+        trajectories.append(join(item, rolled[item.trajectory], score(item.group, tokens)))
+    groups = tuple(range(first_item, first_item + len(prompts)))
+    return Batch(number=number, groups=groups, digest=f"binding-{number}", trajectories=tuple(trajectories))
+
+
+def learn(
+    student: Learner, rollout: Engine, prompt: Callable[[int], tuple[int, ...]], score: Scoring, *,
+    steps: int, lag: int, prompts: int, group_size: int, max_new: int,
+) -> Iterator[dict[str, float]]:  # fmt: skip
+    """The metrics of each step. The batch of step n was sampled with the weights of step n - 1 - lag (at least 0)."""
+    waiting: collections.deque[Batch] = collections.deque()
+    for number in itertools.count(1):
+        rollout.load(Version(student.number, 1), student.weights().items())
+        first = (number - 1) * prompts
+        these = [prompt(first + place) for place in range(prompts)]
+        waiting.append(sampled_batch(rollout, these, first, group_size, max_new, number, score))
+        if len(waiting) > lag:
+            yield student.step(waiting.popleft())
+        if student.number == steps:
+            return

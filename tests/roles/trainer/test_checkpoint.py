@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rrl.roles.checkpoint_files import DamagedCheckpoint, incarnation_of, manifest_of, verified
+from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.spec.rundir import RunDir
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+def _commit(checkpoints: Checkpoints, run_dir: RunDir, number: int, incarnation: int = 1) -> dict[str, Any]:
+    files = _write(checkpoints, run_dir, number, incarnation)
+    manifest = manifest_of(run_dir.path, files)
+    checkpoints.committed(files)
+    return manifest
+
+
+def _write(checkpoints: Checkpoints, run_dir: RunDir, number: int, incarnation: int = 1) -> list[Path]:
+    return checkpoints.write(fresh_folder(run_dir.checkpoints, number, incarnation), _state(number))
+
+
+def _state(number: int) -> dict[str, Any]:
+    return {"number": number, "model": {"w": torch.full((3,), float(number))}}
+
+
+def _there(run_dir: RunDir) -> set[str]:
+    return {folder.name for folder in run_dir.checkpoints.iterdir()}
+
+
+def test_what_the_manifest_names_is_restored_though_newer_files_lie_beside_it(run_dir: RunDir) -> None:
+    manifest = _commit(Checkpoints(run_dir, 1, keep=2), run_dir, 4)
+    _write(Checkpoints(run_dir, 1, keep=2), run_dir, 5)
+    state = Checkpoints(run_dir, 2, keep=2).read(manifest)
+    assert state["number"] == 4
+    assert state["model"]["w"].tolist() == [4, 4, 4]
+
+
+def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir) -> None:
+    files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
+    manifest = manifest_of(run_dir.path, files)
+    content = bytearray(files[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    files[0].write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"learner\.pt"):
+        Checkpoints(run_dir, 2, keep=2).read(manifest)
+
+
+def test_a_missing_or_a_cut_off_file_is_noticed(run_dir: RunDir) -> None:
+    files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
+    manifest = manifest_of(run_dir.path, files)
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpoint):
+        verified(run_dir.path, manifest)
+    files[0].unlink()
+    with pytest.raises(DamagedCheckpoint, match="No such file"):
+        verified(run_dir.path, manifest)
+
+
+def test_a_manifest_without_our_file_is_refused(run_dir: RunDir) -> None:
+    other = fresh_folder(run_dir.checkpoints, 1, 1) / "other.bin"
+    other.write_bytes(b"x")
+    with pytest.raises(DamagedCheckpoint, match=r"no learner\.pt was committed, but \['other\.bin'\]"):
+        Checkpoints(run_dir, 1, keep=2).read(manifest_of(run_dir.path, [other]))
+
+
+def test_each_attempt_has_a_folder_of_its_own_that_tells_its_maker(run_dir: RunDir) -> None:
+    folders = [fresh_folder(run_dir.checkpoints, 3, incarnation) for incarnation in (1, 1, 2)]
+    assert len(set(folders)) == 3
+    assert [incarnation_of(folder.name) for folder in folders] == [1, 1, 2]
+    assert [incarnation_of(name) for name in ("step-3", "lost+found", "step-3.x.0", "mine.1.2")] == [None] * 4
+
+
+def test_a_checkpoint_is_never_written_over_another(run_dir: RunDir) -> None:
+    files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
+    with pytest.raises(FileExistsError):
+        Checkpoints(run_dir, 1, keep=2).write(files[0].parent, _state(2))
+
+
+def test_the_last_two_commits_are_kept(run_dir: RunDir) -> None:
+    checkpoints = Checkpoints(run_dir, 1, keep=2)
+    for number in range(1, 5):
+        _commit(checkpoints, run_dir, number)
+    assert _there(run_dir) == {"00000003-1-3", "00000004-1-4"}
+
+
+def test_a_restarted_trainer_keeps_what_was_committed_before_it_and_removes_the_leftovers(run_dir: RunDir) -> None:
+    first = Checkpoints(run_dir, 1, keep=2)
+    manifests = [_commit(first, run_dir, number) for number in (1, 2, 3)]
+    _write(first, run_dir, 4)  # and killed before the commit
+    second = Checkpoints(run_dir, 2, keep=2)
+    second.read(manifests[-1])
+    second.remove_garbage()
+    assert _there(run_dir) == {"step-2.1.0", "00000003-1-3"}
+    _commit(second, run_dir, 4, incarnation=2)
+    assert _there(run_dir) == {"00000003-1-3", "step-4.2.0"}
+
+
+def test_a_fenced_trainer_that_wakes_up_late_harms_nothing_of_its_successor(run_dir: RunDir) -> None:
+    fenced, successor = Checkpoints(run_dir, 1, keep=2), Checkpoints(run_dir, 2, keep=2)
+    manifest = _commit(fenced, run_dir, 1)
+    successor.read(manifest)
+    newest = _commit(successor, run_dir, 2, incarnation=2)
+    fenced.remove_garbage()
+    Checkpoints(run_dir, 1, keep=2).remove_garbage()  # even one that had not restored anything yet
+    assert successor.read(newest)["number"] == 2
+
+
+def test_what_is_not_a_checkpoint_folder_is_left_alone(run_dir: RunDir) -> None:
+    (run_dir.checkpoints / "mine").mkdir()
+    _commit(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
+    assert "mine" in _there(run_dir)
+
+
+def test_the_files_of_a_checkpoint_lie_in_one_folder_of_the_run(run_dir: RunDir, tmp_path: Path) -> None:
+    files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1) + _write(Checkpoints(run_dir, 1, keep=2), run_dir, 2)
+    for wrong in ([], files):
+        with pytest.raises(ValueError, match="files of one folder"):
+            manifest_of(run_dir.path, wrong)
+    outside = tmp_path / "elsewhere.pt"
+    outside.write_bytes(b"")
+    with pytest.raises(ValueError, match="not in the subpath"):
+        manifest_of(run_dir.path, [outside])

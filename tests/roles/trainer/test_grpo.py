@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rrl.roles.trainer.grpo import group_advantages, grpo_loss
+
+pytestmark = pytest.mark.torch
+
+
+def _advantages(rewards: list[float], groups: list[int], floor: float = 0.1) -> list[float]:
+    return group_advantages(torch.tensor(rewards, dtype=torch.float32), torch.tensor(groups), floor).tolist()
+
+
+def _loss(
+    new: Tensor, old: Tensor, gain: list[float], mask: Tensor | None = None, entropy: float = 0.0
+) -> tuple[Tensor, dict[str, float]]:
+    mask = torch.ones_like(new) if mask is None else mask
+    return grpo_loss(new, old, torch.tensor(gain), mask, 0.2, torch.full_like(new, entropy), 0.5)
+
+
+def test_an_advantage_is_measured_against_the_own_group_alone() -> None:
+    apart = _advantages([1, 0], [7, 7]) + _advantages([5, 9, 1], [3, 3, 3])
+    mixed = _advantages([5, 1, 9, 0, 1], [3, 7, 3, 7, 3])
+    assert mixed == pytest.approx([apart[2], apart[0], apart[3], apart[1], apart[4]])
+
+
+def test_an_advantage_is_the_distance_from_the_mean_over_deviation_plus_floor() -> None:
+    deviation = math.sqrt(0.5)
+    assert _advantages([1, 0], [0, 0]) == pytest.approx([0.5 / (deviation + 0.1), -0.5 / (deviation + 0.1)])
+
+
+def test_a_group_that_agrees_and_a_group_of_one_teach_nothing() -> None:
+    assert _advantages([0.5, 0.5, 0.5, 3.0], [1, 1, 1, 2]) == [0, 0, 0, 0]
+
+
+def test_on_policy_the_gradient_is_the_plain_policy_gradient() -> None:
+    new = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss, stats = _loss(new, new.detach(), [3.0])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    assert new.grad.tolist() == [[-1.5, -1.5]]  # -advantage / tokens
+    assert stats == {"drift": 0.0, "clipped": 0.0}
+
+
+def test_a_token_already_far_more_likely_is_not_pushed_further() -> None:
+    new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    loss, stats = _loss(new, torch.tensor([[-2.0, -1.0]]), [1.0])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    assert new.grad.tolist() == [[0.0, -0.5]]
+    assert stats["clipped"] == 0.5
+    assert stats["drift"] == 0.5
+
+
+def test_a_wrong_move_is_corrected_however_far_it_went() -> None:
+    new = torch.tensor([[-1.0]], requires_grad=True)
+    loss, _ = _loss(new, torch.tensor([[-2.0]]), [-1.0])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    assert new.grad.item() == pytest.approx(math.e)
+
+
+def test_padding_changes_neither_loss_nor_gradient_whatever_it_holds() -> None:
+    new = torch.tensor([[-1.0, -3.0]], requires_grad=True)
+    loss, stats = _loss(new, torch.tensor([[-1.1, math.inf]]), [1.0], torch.tensor([[True, False]]), entropy=2.0)
+    alone, alone_stats = _loss(torch.tensor([[-1.0]]), torch.tensor([[-1.1]]), [1.0], entropy=2.0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == pytest.approx(alone.item())
+    assert stats == pytest.approx(alone_stats)
+    assert new.grad is not None
+    assert new.grad[0, 1] == 0.0
+
+
+def test_long_answers_weigh_by_their_tokens() -> None:
+    zeros = torch.zeros(2, 3)
+    loss, _ = _loss(zeros, zeros, [1.0, -1.0], torch.tensor([[1, 1, 1], [1, 0, 0]]))
+    assert loss.item() == pytest.approx(-(3 - 1) / 4)
+
+
+def test_entropy_lowers_the_loss() -> None:
+    zeros = torch.zeros(1, 2)
+    assert _loss(zeros, zeros, [0.0], entropy=2.0)[0].item() == pytest.approx(-1.0)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+import torch
+
+from rrl.roles.trainer.learner import Example, Learner
+from rrl.roles.trajectories.types import Batch, Trajectory
+from rrl.spec.words import Version
+from rrl.tests.roles.trainer import harness
+
+pytestmark = pytest.mark.torch
+
+
+def _prompt(item: int) -> tuple[int, ...]:
+    """Two digits, as tokens; of two lengths, so that padding is always in play."""
+    return (2 + item % 5, 2 + item // 5 % 5) + (12,) * (1 + item % 2)
+
+
+def _first_digit(item: int, tokens: tuple[int, ...]) -> tuple[float, float]:
+    """The toy task: repeat the first digit and stop."""
+    right = tokens == (_prompt(item)[0], harness.EOS)
+    half = tokens[:1] == _prompt(item)[:1]
+    return float(right), 1.0 if right else 0.5 * half
+
+
+def _example(item: int) -> Example:
+    return _prompt(item), (_prompt(item)[0], harness.EOS)
+
+
+def _batch(number: int, student: Learner, version: int = 0) -> Batch:
+    rollout = harness.engine(student, seed=number, version=version)
+    prompts = [_prompt(number * 4 + place) for place in range(4)]
+    return harness.sampled_batch(rollout, prompts, number * 4, 4, 3, number, _first_digit)
+
+
+def _same(one: Any, other: Any) -> bool:
+    first, second = io.BytesIO(), io.BytesIO()
+    torch.save(one, first)
+    torch.save(other, second)
+    return first.getvalue() == second.getvalue()
+
+
+def test_a_policy_learns_from_its_own_samples_though_they_are_two_versions_old() -> None:
+    student = harness.learner(seed=1, steps=60, learning_rate=4e-3, entropy=0.0)
+    student.warm_start([[_example(16 * k + n) for n in range(16)] for k in range(10)])
+    rollout = harness.engine(student)
+    metrics = list(
+        harness.learn(student, rollout, _prompt, _first_digit, steps=60, lag=2, prompts=8, group_size=8, max_new=3)
+    )
+    rewards = [each["reward"] for each in metrics]
+    assert sum(rewards[:5]) / 5 < 0.3
+    assert sum(rewards[-5:]) / 5 > 0.7
+    assert [each["staleness"] for each in metrics[:4]] == [0, 1, 2, 2]
+    assert metrics[0]["drift"] < 1e-5  # the first batch is on policy
+    assert metrics[10]["drift"] > 1e-3  # later ones are not, and the ratio sees it
+
+
+def test_a_restored_learner_goes_on_bit_for_bit() -> None:
+    undisturbed = harness.learner(seed=1)
+    undisturbed.warm_start([[_example(n) for n in range(8)]])
+    batches = []
+    for number in range(1, 4):
+        batches.append(_batch(number, undisturbed))
+        undisturbed.step(batches[-1])
+    saved = io.BytesIO()
+    torch.save(undisturbed.state(), saved)
+    batches += [_batch(number, undisturbed) for number in (4, 5)]
+    expected = [undisturbed.step(batch) for batch in batches[3:]]
+
+    restored = harness.learner(seed=2)
+    restored.step(batches[0])  # its optimizer has a history of its own, which must be forgotten
+    restored.restore(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
+    assert restored.number == 3
+    assert [restored.step(batch) for batch in batches[3:]] == expected
+    assert _same(restored.weights(), undisturbed.weights())
+    optimizers = restored.state()["optimizer"], undisturbed.state()["optimizer"]
+    assert _same(*optimizers)
+
+
+def test_every_source_of_chance_is_restored() -> None:
+    student = harness.learner()
+    numpy.random.normal()  # leaves a second value behind, which is part of the state too
+    state = io.BytesIO()
+    torch.save(student.state(), state)
+
+    def draw() -> tuple[float, ...]:
+        return (*torch.rand(2).tolist(), random.random(), numpy.random.normal(), numpy.random.random())
+
+    expected = draw()
+    assert draw() != expected
+    student.restore(torch.load(io.BytesIO(state.getvalue()), weights_only=True))
+    assert draw() == expected
+
+
+def test_the_same_seed_builds_the_same_model_and_leaves_chance_as_it_was() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    one, same, other = (harness.learner(seed=seed).weights() for seed in (3, 3, 4))
+    assert torch.equal(torch.rand(1), expected)
+    assert _same(one, same)
+    assert not _same(one, other)
+
+
+def test_a_batch_of_another_step_is_refused() -> None:
+    student = harness.learner()
+    batch = _batch(1, student)
+    student.step(batch)
+    with pytest.raises(ValueError, match="batch 1 is not the one after step 1"):
+        student.step(batch)
+
+
+def test_the_order_and_the_padding_of_trajectories_do_not_change_what_is_learned() -> None:
+    batch = _batch(1, harness.learner())
+    turned = msgspec.structs.replace(batch, trajectories=batch.trajectories[::-1])
+    one, other = harness.learner(), harness.learner()
+    assert one.step(batch) == pytest.approx(other.step(turned), rel=1e-4, abs=1e-6)
+
+
+def test_metrics_report_the_tasks_own_score_apart_from_what_was_trained_on() -> None:
+    student = harness.learner()
+    student.number = 6
+    old, new = Version(4, 1), Version(6, 2)
+    batch = Batch(7, (0,), "", (
+        Trajectory(0, 0, (2,), (3, 1), (-1.0, -1.0), (old, new), reward=1.0, training=1.5),
+        Trajectory(1, 0, (2,), (4, 4), (-1.0, -1.0), (new, new), reward=0.0, training=0.5),
+    ))  # fmt: skip
+    metrics = student.step(batch)
+    assert metrics["reward"] == 0.5
+    assert metrics["training_reward"] == 1.0
+    assert metrics["tokens"] == 4
+    assert metrics["staleness"] == 0.5
+    assert metrics.keys() == {"reward", "training_reward", "loss", "drift", "clipped", "tokens", "staleness"}
+
+
+def test_a_gradient_that_is_not_finite_ends_the_step_before_it_touches_the_weights() -> None:
+    student = harness.learner()
+    batch = _batch(1, student)
+    before = {name: tensor.clone() for name, tensor in student.weights().items()}
+    spoiled = msgspec.structs.replace(batch.trajectories[0], training=float("nan"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        student.step(msgspec.structs.replace(batch, trajectories=(spoiled, *batch.trajectories[1:])))
+    assert _same(student.weights(), before)
+    assert student.number == 0
+
+
+def test_the_learning_rate_falls_linearly_to_its_floor() -> None:
+    student = harness.learner(steps=10, learning_rate=1.0, final_learning_rate=0.25)
+    shares = [student._share_of_learning_rate(number) for number in (1, 6, 10)]
+    assert shares == [1.0, 0.5, 0.25]
+
+
+def test_a_warm_start_teaches_the_answer_and_not_the_prompt() -> None:
+    student = harness.learner(seed=1)
+    examples = [_example(n) for n in range(32)]
+    first = student.warm_start([examples])
+    assert student.warm_start([examples] * 60) < 0.1 < first
+    assert student.number == 0
+    assert student.state()["optimizer"]["state"] == {}

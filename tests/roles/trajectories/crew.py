@@ -1,0 +1,100 @@
+"""A trainer, rollouts and a reward replica as few lines each, for a store in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import Batch, Bound, Done, Item, Leased, Prompt, Score, Scoring, Segment
+from rrl.spec.words import Life, ReplicaId, Version
+
+GROUP = 2
+BATCH = 2
+MAX_NEW = 4
+
+
+def life(name: str, incarnation: int = 1) -> Life:
+    return Life(ReplicaId(name), incarnation)
+
+
+ROLLOUT, OTHER = life("rollout/0"), life("rollout/1")
+REWARD, TRAINER = life("reward/0"), life("trainer/0")
+ALL = (ROLLOUT, OTHER, REWARD, TRAINER)
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(item=index * 10, tokens=(2, 3, index % 7))
+
+
+def open_store(folder: Path, living: Sequence[Life] = ALL, **changed: Any) -> Store:
+    settings: dict[str, Any] = {
+        "group_size": GROUP,
+        "groups_per_batch": BATCH,
+        "max_ahead_batches": 1,
+        "max_new_tokens": MAX_NEW,
+        "next_prompt": prompt,
+        **changed,
+    }
+    store = Store(folder, **settings)
+    store.peers(living)
+    return store
+
+
+def segment(trajectory: int, offset: int = 0, tokens: Sequence[int] = (5, 1), step: int = 0) -> Segment:
+    return Segment(trajectory, offset, tuple(tokens), (-0.5,) * len(tokens), Version(step, 1))
+
+
+def lease(store: Store, who: Life = ROLLOUT, at_most: int = 1000, holding: Sequence[int] = ()) -> tuple[Item, ...]:
+    answer = store.lease_work(who, at_most, holding)
+    assert isinstance(answer, Leased), answer
+    return answer.items
+
+
+def generate(store: Store, who: Life = ROLLOUT, at_most: int = 1000, tokens: Sequence[int] = (5, 1)) -> list[int]:
+    """Lease, and grow all of it to its end by ``tokens``, as far as there is room."""
+    items = lease(store, who, at_most)
+    segments = []
+    for item in items:
+        offset = MAX_NEW - item.max_new
+        if item.max_new:
+            segments.append(segment(item.trajectory, offset, tokens[: item.max_new]))
+    done = [item.trajectory for item in items]
+    assert store.append(who, segments, done) == Done()
+    store.flush()
+    return done
+
+
+def score(store: Store, who: Life = REWARD, at_most: int = 1000, reward: float = 1.0) -> list[int]:
+    answer = store.lease_scoring(who, at_most)
+    assert isinstance(answer, Scoring), answer
+    scores = [Score(item.trajectory, reward, reward / 2) for item in answer.items]
+    assert store.post_scores(who, scores) == Done()
+    store.flush()
+    return [item.trajectory for item in answer.items]
+
+
+def bind(store: Store, number: int, who: Life = TRAINER) -> Batch:
+    answer = store.batch(who, number)
+    assert isinstance(answer, Bound), answer
+    store.flush()
+    return answer.batch
+
+
+def manifest(number: int) -> dict[str, Any]:
+    return {"folder": f"checkpoints/{number}", "files": [{"name": "model", "digest": f"d{number}"}]}
+
+
+def commit(store: Store, batch: Batch, who: Life = TRAINER) -> None:
+    assert store.commit(who, batch.number, manifest(batch.number), batch.digest) == Done()
+    store.flush()
+
+
+def train(store: Store, number: int, who: Life = TRAINER, tokens: Sequence[int] = (5, 1)) -> Batch:
+    """Everything that step ``number`` needs, and the step."""
+    generate(store, tokens=tokens)
+    score(store)
+    batch = bind(store, number, who)
+    commit(store, batch, who)
+    return batch

@@ -1,0 +1,473 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rrl.roles.trajectories.log import Superseded
+from rrl.roles.trajectories.types import (
+    Bound,
+    CommittedState,
+    Denied,
+    Done,
+    Leased,
+    NotYet,
+    Score,
+    Scoring,
+    Segment,
+)
+from rrl.spec.words import Version
+from rrl.tests.roles.trajectories.crew import (
+    ALL,
+    BATCH,
+    GROUP,
+    MAX_NEW,
+    OTHER,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    bind,
+    commit,
+    generate,
+    lease,
+    life,
+    manifest,
+    open_store,
+    prompt,
+    score,
+    segment,
+    train,
+)
+
+
+def _is_fenced(answer: object) -> bool:
+    return isinstance(answer, Denied) and answer.fenced
+
+
+# ── making and leasing ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_trajectories_of_a_group_share_a_prompt_and_groups_take_prompts_in_order(tmp_path: Path) -> None:
+    items = lease(open_store(tmp_path))
+    assert [(item.trajectory, item.group) for item in items[:4]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert [item.prompt for item in items] == [prompt(i // GROUP).tokens for i in range(len(items))]
+    assert all(item.max_new == MAX_NEW and item.so_far == () for item in items)
+
+
+def test_no_more_groups_are_under_way_than_batches_ahead_allow(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=2)
+    assert len(lease(store)) == 3 * BATCH * GROUP
+    assert lease(store, OTHER) == ()
+
+
+def test_room_for_new_groups_comes_with_a_binding_not_with_a_commit(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert len(generate(store)) == 2 * BATCH * GROUP
+    score(store)
+    assert lease(store) == ()
+    batch = bind(store, 1)
+    assert len(lease(store)) == BATCH * GROUP
+    commit(store, batch)
+    assert lease(store, OTHER) == ()
+
+
+def test_two_rollouts_never_hold_the_same_trajectory(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    mine = {item.trajectory for item in lease(store, ROLLOUT, 3)}
+    yours = {item.trajectory for item in lease(store, OTHER, 3)}
+    assert len(mine) == len(yours) == 3
+    assert not mine & yours
+
+
+def test_what_was_leased_in_an_answer_that_got_lost_is_given_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first = lease(store, ROLLOUT, 2)
+    assert lease(store, ROLLOUT, 2) == first
+    more = lease(store, ROLLOUT, 2, holding=[item.trajectory for item in first])
+    assert [item.trajectory for item in more] == [2, 3]
+
+
+def test_a_lease_of_the_dead_goes_to_the_next_with_all_that_was_made(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    (item,) = lease(store, ROLLOUT, 1)
+    made = [segment(item.trajectory, 0, (5,)), segment(item.trajectory, 1, (6, 7), step=3)]
+    assert store.append(ROLLOUT, made) == Done()
+    assert [other.trajectory for other in lease(store, OTHER, 1)] == [1]
+    store.peers({OTHER, REWARD, TRAINER})
+    (taken,) = lease(store, OTHER, 1, holding=[1])
+    assert taken.trajectory == item.trajectory
+    assert list(taken.so_far) == made
+    assert taken.max_new == MAX_NEW - 3
+
+
+def test_a_trajectory_over_two_lives_keeps_the_version_of_each_token(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store, ROLLOUT)
+    store.append(ROLLOUT, [segment(0, 0, (5, 6), step=3)])
+    store.peers({OTHER, REWARD, TRAINER})
+    lease(store, OTHER)
+    rest = [segment(t, 0, (1,), step=4) for t in range(1, 8)]
+    assert store.append(OTHER, [segment(0, 2, (7, 1), step=4), *rest], range(8)) == Done()
+    score(store)
+    first = bind(store, 1).trajectories[0]
+    assert first.id == 0
+    assert first.tokens == (5, 6, 7, 1)
+    assert first.versions == (Version(3, 1), Version(3, 1), Version(4, 1), Version(4, 1))
+
+
+# ── appending ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_same_segments_again_change_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    words = ([segment(0, 0, (5, 6)), segment(0, 2, (7,))], [0])
+    assert store.append(ROLLOUT, *words) == Done()
+    assert store.append(ROLLOUT, *words) == Done()
+    generate(store)
+    score(store)
+    assert bind(store, 1).trajectories[0].tokens == (5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(segment(0, 3, (7,)), id="a gap"),
+        pytest.param(segment(0, 0, (5, 7)), id="other tokens"),
+        pytest.param(Segment(0, 0, (5, 6), (-0.5, -0.6), Version(0, 1)), id="other log-probabilities"),
+        pytest.param(segment(0, 0, (5, 6), step=1), id="another version"),
+        pytest.param(segment(0, 0, (5,)), id="a part"),
+        pytest.param(segment(0, 1, (6, 7)), id="an overlap"),
+        pytest.param(segment(0, 2, (7, 7, 7)), id="more than may be grown"),
+        pytest.param(segment(99, 0, (7,)), id="a trajectory that nobody made"),
+    ],
+)
+def test_what_neither_continues_nor_repeats_is_denied_and_nothing_of_it_is_kept(tmp_path: Path, wrong: Segment) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    assert store.append(ROLLOUT, [segment(0, 0, (5, 6))]) == Done()
+    answer = store.append(ROLLOUT, [segment(1, 0, (9,)), wrong])
+    assert isinstance(answer, Denied)
+    assert (answer.lost, answer.fenced) == ((wrong.trajectory,), False)
+    store.peers({OTHER})
+    so_far = {item.trajectory: item.so_far for item in lease(store, OTHER)}
+    assert so_far[0] == (segment(0, 0, (5, 6)),)
+    assert so_far[1] == ()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Segment(0, 0, (5, 6), (-0.5,), Version(0, 1)),
+        Segment(0, 0, (5,), (math.nan,), Version(0, 1)),
+        segment(0, 0, (2**40,)),
+    ],
+)
+def test_a_malformed_segment_is_denied(tmp_path: Path, bad: Segment) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    answer = store.append(ROLLOUT, [bad])
+    assert isinstance(answer, Denied)
+    assert "malformed" in answer.why
+
+
+def test_one_without_the_lease_is_denied(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store, ROLLOUT)
+    answer = store.append(OTHER, [segment(0)])
+    assert isinstance(answer, Denied)
+    assert answer.lost == (0,)
+    assert isinstance(store.append(OTHER, [], [0]), Denied)
+
+
+def test_a_fenced_rollout_is_refused_at_the_store(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    store.peers({life("rollout/0", 2), *ALL[1:]})
+    assert _is_fenced(store.append(ROLLOUT, [segment(0)]))
+    assert _is_fenced(store.lease_work(ROLLOUT, 1))
+    assert isinstance(store.lease_work(life("rollout/0", 2), 1), Leased)
+
+
+def test_one_that_the_manager_no_longer_names_is_refused_without_a_successor(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    store.peers({OTHER, REWARD, TRAINER})
+    assert _is_fenced(store.append(ROLLOUT, [segment(0)]))
+    assert _is_fenced(store.lease_work(ROLLOUT, 1))
+    store.peers({OTHER, TRAINER})
+    assert _is_fenced(store.lease_scoring(REWARD, 1))
+    assert _is_fenced(store.post_scores(REWARD, ()))
+
+
+def test_one_that_the_manager_has_not_named_yet_waits(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    new = life("rollout/0", 2)
+    assert store.lease_work(new, 1) == NotYet()
+    assert store.append(new, [segment(0)]) == NotYet()
+    store.peers({new, *ALL[1:]})
+    assert isinstance(store.lease_work(new, 1), Leased)
+
+
+def test_a_trajectory_at_its_longest_is_finished_without_being_told(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    assert store.append(ROLLOUT, [segment(0, 0, (5,) * MAX_NEW)]) == Done()
+    scoring = store.lease_scoring(REWARD, 9)
+    assert isinstance(scoring, Scoring)
+    assert [item.trajectory for item in scoring.items] == [0]
+
+
+def test_after_a_restart_of_the_store_a_rollout_goes_on_where_it_was(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    store.append(ROLLOUT, [segment(0, 0, (5, 6))])
+    store.flush()
+    store = open_store(tmp_path)
+    assert store.append(ROLLOUT, [segment(0, 0, (5, 6))]) == Done()
+    assert store.append(ROLLOUT, [segment(0, 2, (7,))], [0]) == Done()
+
+
+def test_after_a_restart_of_the_store_what_a_rollout_holds_is_not_given_away(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    held = [item.trajectory for item in lease(store, ROLLOUT, 3)]
+    store.flush()
+    store = open_store(tmp_path)
+    lease(store, ROLLOUT, 0, holding=held)
+    assert not {item.trajectory for item in lease(store, OTHER)} & set(held)
+
+
+def test_tokens_are_never_put_behind_a_prefix_they_were_not_sampled_from(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store, ROLLOUT)
+    store.append(ROLLOUT, [segment(0, 0, (5,))])
+    store.flush()
+    store = open_store(tmp_path)  # ROLLOUT lost its lease and does not know
+    lease(store, OTHER)
+    store.append(OTHER, [segment(0, 1, (6,))])
+    store.peers({ROLLOUT, REWARD, TRAINER})  # OTHER dies: the trajectory is free again
+    late = store.append(ROLLOUT, [segment(0, 2, (9,))])  # it fits by length, yet follows another token at 1
+    assert isinstance(late, Denied)
+    assert late.lost == (0,)
+
+
+# ── scoring ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_only_finished_trajectories_are_offered_for_scoring(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    store.append(ROLLOUT, [segment(0, 0, (5, 6)), segment(2, 0, (7,))], [2])
+    answer = store.lease_scoring(REWARD, 9)
+    assert isinstance(answer, Scoring)
+    assert [(x.trajectory, x.item, x.tokens) for x in answer.items] == [(2, prompt(1).item, (7,))]
+    assert isinstance(store.post_scores(REWARD, [Score(0, 1.0, 1.0)]), Denied)
+
+
+def test_a_scoring_lease_of_the_dead_is_free_again_and_given_again_to_the_living(tmp_path: Path) -> None:
+    store = open_store(tmp_path, living=(*ALL, life("reward/1")))
+    generate(store, at_most=2)
+    first = store.lease_scoring(REWARD, 9)
+    assert store.lease_scoring(REWARD, 9) == first
+    assert store.lease_scoring(life("reward/1"), 9) == Scoring(())
+    store.peers({ROLLOUT, life("reward/1")})
+    assert store.lease_scoring(life("reward/1"), 9) == first
+
+
+def test_the_first_score_stands(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    score(store, reward=0.25)
+    assert store.post_scores(REWARD, [Score(t, 1.0, 1.0) for t in range(8)]) == Done()
+    assert [(t.reward, t.training) for t in bind(store, 1).trajectories] == [(0.25, 0.125)] * 4
+
+
+def test_a_score_that_is_not_finite_is_denied(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    assert isinstance(store.post_scores(REWARD, [Score(0, math.nan, 0.0)]), Denied)
+    assert isinstance(store.post_scores(REWARD, [Score(0, 0.0, math.inf)]), Denied)
+
+
+def test_a_group_that_cannot_be_scored_is_dropped_with_its_reason_and_another_takes_its_place(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    assert store.post_scores(REWARD, [Score(0, 1.0, 1.0)], {1: "scorer raised KeyError"}) == Done()
+    assert store.post_scores(REWARD, [], {1: "scorer raised KeyError"}) == Done()
+    assert store.audit().dropped == {"scorer raised KeyError": GROUP}
+    assert [item.group for item in lease(store)] == [4, 4]
+    score(store)
+    batch = bind(store, 1)
+    assert batch.groups == (1, 2)
+    commit(store, batch)
+    audit = open_store(tmp_path).audit()
+    assert (audit.made, audit.trained, audit.dropped, audit.open) == (10, 4, {"scorer raised KeyError": 2}, 4)
+
+
+# ── binding and committing ─────────────────────────────────────────────────────────────────────────────────────────
+def test_a_batch_is_the_oldest_complete_scored_groups(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store)
+    store.append(ROLLOUT, [segment(t) for t in (6, 7, 4, 5, 0)], (6, 7, 4, 5, 0))
+    assert store.batch(TRAINER, 1) == NotYet()
+    score(store)
+    assert bind(store, 1).groups == (2, 3)
+
+
+def test_a_batch_asked_again_is_the_same_for_whoever_asks_and_after_a_restart(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    score(store)
+    batch = bind(store, 1)
+    generate(store)
+    score(store)
+    assert bind(store, 1) == batch
+    store = open_store(tmp_path)
+    assert bind(store, 1) == batch
+    assert bind(store, 1, life("trainer/0", 2)) == batch
+
+
+def test_the_digest_covers_what_the_step_sees(tmp_path: Path) -> None:
+    digests = set()
+    for name, tokens, reward in (("a", (5, 1), 1.0), ("b", (6, 1), 1.0), ("c", (5, 1), 0.5), ("d", (5, 1), 1.0)):
+        store = open_store(tmp_path / name)
+        generate(store, tokens=tokens)
+        score(store, reward=reward)
+        digests.add(bind(store, 1).digest)
+    assert len(digests) == 3
+
+
+def test_batches_are_numbered_without_gaps_and_the_uncommitted_are_bounded(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    score(store)
+    assert isinstance(store.batch(TRAINER, 0), Denied)
+    assert isinstance(store.batch(TRAINER, 2), Denied)
+    batch = bind(store, 1)
+    assert store.batch(TRAINER, 2) == NotYet()
+    assert isinstance(store.batch(TRAINER, 3), Denied)
+    commit(store, batch)
+    assert isinstance(store.batch(TRAINER, 2), Bound)
+
+
+def test_as_many_steps_may_be_uncommitted_as_asked_for(tmp_path: Path) -> None:
+    store = open_store(tmp_path, keep_uncommitted=2, max_ahead_batches=3)
+    generate(store)
+    score(store)
+    first, second = bind(store, 1), bind(store, 2)
+    assert store.batch(TRAINER, 3) == NotYet()
+    assert isinstance(store.commit(TRAINER, 2, manifest(2), second.digest), Denied)
+    commit(store, first)
+    commit(store, second)
+
+
+def test_a_commit_counts_once_it_is_said_and_can_be_said_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.committed(TRAINER) == CommittedState(None, None)
+    batch = train(store, 1)
+    commit(store, batch)
+    assert store.committed(TRAINER) == CommittedState(1, manifest(1))
+    store = open_store(tmp_path)
+    commit(store, batch)
+    assert store.committed(TRAINER) == CommittedState(1, manifest(1))
+
+
+def test_a_commit_with_other_words_than_the_bound_or_the_committed_is_denied(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    score(store)
+    batch = bind(store, 1)
+    assert isinstance(store.commit(TRAINER, 1, manifest(1), "0" * 64), Denied)
+    assert isinstance(store.commit(TRAINER, 2, manifest(2), batch.digest), Denied)
+    commit(store, batch)
+    assert isinstance(store.commit(TRAINER, 1, manifest(9), batch.digest), Denied)
+    assert isinstance(store.commit(TRAINER, 1, manifest(1), "0" * 64), Denied)
+    assert isinstance(store.commit(TRAINER, 2, manifest(2), batch.digest), Denied)  # nothing is bound to 2
+
+
+def test_a_trainer_is_fenced_by_the_word_of_the_manager(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    score(store)
+    batch = bind(store, 1)
+    store.peers({ROLLOUT, REWARD, life("trainer/0", 2)})
+    assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
+    assert _is_fenced(store.batch(TRAINER, 1))
+    assert _is_fenced(store.committed(TRAINER))
+    commit(store, batch, life("trainer/0", 2))
+
+
+@pytest.mark.parametrize("word", ["committed", "batch"])
+def test_a_trainer_is_fenced_by_the_first_word_of_the_next_one_and_for_ever(tmp_path: Path, word: str) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    score(store)
+    batch = bind(store, 1)
+    new = life("trainer/0", 2)
+    assert not isinstance(store.committed(new) if word == "committed" else store.batch(new, 1), Denied)
+    assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
+    store.flush()
+    store = open_store(tmp_path, living=ALL)  # a manager that is behind still names the old one
+    assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
+    commit(store, batch, new)
+
+
+def test_the_next_trainer_can_finish_the_commit_of_the_last_one(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    batch = train(store, 1)
+    new = life("trainer/0", 2)
+    commit(store, batch, new)
+    assert isinstance(store.batch(new, 2), Bound)
+
+
+# ── keeping and forgetting ─────────────────────────────────────────────────────────────────────────────────────────
+def test_the_last_two_committed_batches_can_still_be_asked_for_older_ones_not(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    batches = [train(store, n) for n in range(1, 5)]
+    assert bind(store, 4) == batches[3]
+    assert bind(store, 3) == batches[2]
+    assert isinstance(store.batch(TRAINER, 2), Denied)
+
+
+def test_memory_and_disk_stay_bounded_and_the_audit_still_knows_every_step(tmp_path: Path) -> None:
+    store = open_store(tmp_path, compact_from=4000)
+    largest = 0
+    for number in range(1, 121):
+        train(store, number)
+        assert len(list(tmp_path.iterdir())) == 1
+        largest = max(largest, next(tmp_path.glob("log.*")).stat().st_size)
+    assert largest < 40_000  # 120 steps wrote ten times that
+    assert len(store._state.tracks) <= (2 + 2) * BATCH * GROUP
+    for audit in (store.audit(), open_store(tmp_path).audit()):
+        assert sorted(audit.steps) == list(range(1, 121))
+        groups = [group for step in audit.steps.values() for group in step]
+        assert len(set(groups)) == len(groups)
+        assert audit.trained == 120 * BATCH * GROUP
+        assert audit.made == audit.trained + audit.open
+
+
+def test_when_the_run_is_complete_everything_ends_trained_or_dropped(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    train(store, 1)
+    generate(store)
+    score(store)
+    bind(store, 2)
+    generate(store, at_most=1)
+    store.end("the run is complete")
+    audit = store.audit()
+    assert (audit.trained, audit.open) == (4, 0)
+    assert audit.dropped == {"the run is complete": audit.made - 4}
+    assert sorted(audit.steps) == [1]
+    store = open_store(tmp_path)
+    assert store.audit() == audit
+    train(store, 2)
+
+
+def test_who_was_succeeded_acknowledges_nothing_more(tmp_path: Path) -> None:
+    old = open_store(tmp_path)
+    generate(old)
+    old.append(ROLLOUT, [segment(0)])
+    new = open_store(tmp_path)
+    with pytest.raises(Superseded):
+        old.flush()
+    train(new, 1)
+    third = open_store(tmp_path)
+    for stale in (old, new):
+        with pytest.raises(Superseded):
+            stale.flush()
+    third.flush()

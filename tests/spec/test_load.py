@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.spec.job import Job
+from rrl.spec.load import SpecError, load_job, resolved
+from rrl.tests.spec.jobs import JOB
+
+
+def complaint(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "job.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SpecError) as raised:
+        load_job(path)
+    return str(raised.value).replace(f"{tmp_path}/", "")
+
+
+def test_a_valid_job_is_loaded_with_its_values(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    job = load_job(tmp_path / "job.toml")
+    assert (job.run.name, job.run.steps, job.cluster.node.mem) == ("small", 10, 4 * 2**30)
+    assert job.roles.rollout.env == {"FOO": "bar"}
+    assert job.faults[0].target == "rollout/0"
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
+    assert load_job(tmp_path / "job.toml").run.name == "small"
+
+
+def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    spec = json.loads(json.dumps(resolved(load_job(tmp_path / "job.toml")), allow_nan=False))
+    assert set(spec) == set(Job.model_fields)
+    assert spec["cluster"]["walltime"] == 86400.0
+    assert spec["roles"]["rollout"]["min_replicas"] == 1
+    assert spec["roles"]["trainer"]["min_replicas"] == 1
+    assert spec["task"]["args"] == {"min_terms": 2, "seeds": [1, 2]}
+
+
+WRONG: list[tuple[str, str, str]] = [
+    # (what is replaced in JOB, by what, the whole complaint)
+    ("replicas = 2", "replica = 2", 'job.toml:17: roles.rollout.replica: unknown key; did you mean "replicas"?'),
+    ("[cluster]", "[clutser]", 'job.toml:5: clutser: unknown key; did you mean "cluster"?'),
+    ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
+    ('kind = "local"', "learning_rate = 1.0", "job.toml:6: cluster.learning_rate: unknown key; it belongs in"
+     " [roles.trainer]"),
+    ('kind = "local"', 'at_step = 5', "job.toml:6: cluster.at_step: unknown key; it belongs in [faults]"),
+    ("cpus = 4", "threads = 4", "job.toml:7: cluster.node.threads: unknown key; known here: cpus, gpus, mem"),
+    ("at_step = 5", "at_step = 5\nwhen = 1", "job.toml:24: faults[0].when: unknown key;"
+     " known here: kind, target, at_step"),
+    ("steps = 10", 'steps = 10\n"a b" = 1', 'job.toml:4: run."a b": unknown key; known here: name, steps, seed'),
+    ("steps = 10\n", "", "job.toml:1: run.steps: missing; add steps = ... in [run]"
+     " (optimizer steps after which the run is complete)"),
+    ("at_step = 5\n", "", "job.toml:20: faults[0].at_step: missing; add at_step = ... in [[faults]]"),
+    ('[model.tokenizer]\npieces = "0123456789+= "\n', "",
+     "job.toml: model: missing; add a table [model] with tokenizer.pieces"),
+    ("steps = 10", 'steps = "10"', 'job.toml:3: run.steps: must be a whole number, not "10"'),
+    ("steps = 10", "steps = true", "job.toml:3: run.steps: must be a whole number, not true"),
+    ("steps = 10", "steps = 10.0", "job.toml:3: run.steps: must be a whole number, not 10.0"),
+    ("steps = 10", "steps = 0", "job.toml:3: run.steps: must be at least 1, not 0"),
+    ("steps = 10", "steps = [1]", "job.toml:3: run.steps: must be a whole number, not a list"),
+    ("steps = 10", "steps = 99999999999999999999", "job.toml:3: run.steps: is a number beyond 64 bits"),
+    ("replicas = 2", "replicas = 20000", "job.toml:17: roles.rollout.replicas: must be at most 10000, not 20000"),
+    ('name = "small"', 'name = "Small one"', "job.toml:2: run.name: must be a letter, then up to 30 lower case"
+     ' letters, digits and dashes: it is part of job names, not "Small one"'),
+    ('kind = "local"', 'kind = "slrum"', 'job.toml:6: cluster.kind: must be "local" or "slurm", not "slrum";'
+     ' did you mean "slurm"?'),
+    ('kind = "kill"', 'kind = "explode"', 'job.toml:21: faults[0].kind: must be "kill", "freeze" or "kill_step",'
+     ' not "explode"'),
+    ('"4GiB"', "4", 'job.toml:7: cluster.node.mem: a size needs a unit; write for example "4MiB"'),
+    ('"4GiB"', '"4 gigs"', "job.toml:7: cluster.node.mem: '4 gigs' is not a size;"
+     ' write for example "16GiB" or "512MiB"'),
+    ("[task]", '[limits]\nlease = 5\n[task]', "job.toml:13: limits.lease: a duration needs a unit;"
+     ' write for example "5s"'),
+    ("[task]", '[limits]\njoin = "1 day"\n[task]', "job.toml:13: limits.join: '1 day' is not a duration;"
+     ' write for example "90s", "15min", "2h" or "1-12:00:00"'),
+    ("[task]", '[limits]\nbeat = "0s"\n[task]', 'job.toml:13: limits.beat: must be more than 0, not "0s"'),
+    ("[task]", '[limits]\nbeat = "1s"\nsilence = "2s"\n[task]', 'job.toml:14: limits.silence: "2s" is less than three'
+     ' beats of "1s"; raise it to "3s"'),
+    ("[task]", '[limits]\nbeat = "10s"\n[task]', 'job.toml:12: limits.silence: "10s" is less than three'
+     ' beats of "10s"; raise it to "30s"'),
+    ("[task]", "[roles.trainer]\nlearning_rate = inf\n[task]",
+     "job.toml:13: roles.trainer.learning_rate: is inf; write a finite number"),
+    ("seeds = [1, 2]", "seeds = [1, 2024-01-01]",
+     "job.toml:14: task.args.seeds[1]: is a date or time; write it as text, in quotes"),
+    ('FOO = "bar"', "FOO = 3", "job.toml:18: roles.rollout.env.FOO: must be text in quotes, not 3"),
+    ('FOO = "bar"', '"F=" = "3"', "job.toml:18: roles.rollout.env: 'F=' is no name of an environment variable;"
+     " use letters, digits and underscores"),
+    ('FOO = "bar"', r'FOO = "\u0000"', r"job.toml:18: roles.rollout.env.FOO: holds a NUL character (\u0000)"),
+    ("replicas = 2", "command = []", "job.toml:17: roles.rollout.command: must be something that is not empty, not []"),
+    ("replicas = 2", 'command = "x"', 'job.toml:17: roles.rollout.command: must be a list, as in ["a", "b"], not "x"'),
+    ("replicas = 2", "min_replicas = 2", "job.toml:17: roles.rollout.min_replicas: 2 is more than replicas = 1;"
+     " lower it or raise replicas"),
+    ("replicas = 2", "replicas = 2\ncpus = 8", "job.toml:18: roles.rollout.cpus: 8 is more than a node has"
+     " ([cluster.node] cpus = 4); lower it or raise the node's"),
+    ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node has'
+     ' ([cluster.node] mem = "4096MiB"); lower it or raise the node\'s'),
+    ("rollout/0", "rollout/7", 'job.toml:22: faults[0].target: no replica "rollout/7"; [roles.rollout] replicas = 2,'
+     ' so the last one is "rollout/1"'),
+    ("rollout/0", "judge/0", 'job.toml:22: faults[0].target: no role "judge";'
+     " there are trajectories, reward, trainer, rollout"),
+    ("rollout/0", "rollout", 'job.toml:22: faults[0].target: must be a replica, as in "rollout/0", not "rollout"'),
+    ("[[faults]]", "[faults]", "job.toml:20: faults: must be a list of tables, each under [[faults]], not a table"),
+    ("[run]", "run.name = 1\n[rum]", 'job.toml:1: run.name: must be text in quotes, not 1\n'
+     "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps after which the run is complete)\n"
+     'job.toml:2: rum: unknown key; did you mean "run"?'),
+    ('dataset = "chain_sum"', "", 'job.toml:12: task: needs exactly one of: dataset = "<reasoning-gym name>",'
+     ' function = "module:function"'),
+    ('dataset = "chain_sum"', 'function = "my task"', "job.toml:13: task.function: must be ``module:function``,"
+     " importable from the folder of job.toml; returns an object with prompt, score and answer, not \"my task\""),
+    ('dataset = "chain_sum"', 'dataset = "chain_sum"\nprompt = "{question"', "job.toml:14: task.prompt: '{question' is"
+     " no format string: expected '}' before end of string; write {{ for a brace itself"),
+    ('pieces = "0123456789+= "', "pieces = [1]",
+     "job.toml:10: model.tokenizer.pieces[0]: must be text in quotes, not 1"),
+    ('pieces = "0123456789+= "', "pieces = 1",
+     'job.toml:10: model.tokenizer.pieces: must be text in quotes or a list, as in ["a", "b"], not 1'),
+    ("[model.tokenizer]", "[model]\nheads = 4\nkv_heads = 3\n[model.tokenizer]",
+     "job.toml:11: model.kv_heads: 3 does not divide heads = 4; take a divisor"),
+    ("[task]", "[sampling]\nmax_new_tokens = 64\n[task]", "job.toml:13: sampling.max_new_tokens: 64 leaves no room for"
+     " a prompt in [model] max_length = 64; lower it or raise max_length"),
+    ("[task]", '[slurm]\n"--account" = "x"\n[task]', "job.toml:12: slurm: '--account' is no sbatch option;"
+     " write its long name without dashes in front"),
+    ("[task]", '[slurm]\naccount = "x\\ny"\n[task]',
+     "job.toml:12: slurm: the value of account must be printable and on one line"),
+    ("[task]", "[slurm]\naccount = [1]\n[task]",
+     "job.toml:13: slurm.account: must be text in quotes or a whole number or true or false, not a list"),
+    # not TOML
+    ("steps = 10", "steps = ten", 'job.toml:3:9: not valid TOML: this is no value; text needs quotes ("..."), booleans'
+     " are true and false"),
+    ("steps = 10", "steps = 10\nsteps = 11",
+     "job.toml:4:11: not valid TOML: this key has a value already; write it once"),
+    ("steps = 10", "steps 10", "job.toml:3:7: not valid TOML: expected '=' after a key in a key/value pair"),
+    ('"small"', '"small', "job.toml:2:14: not valid TOML: the closing quote of this text is missing"),
+    ("[cluster]", "[run]", "job.toml:5:5: not valid TOML: table [run] is there twice"),
+    ("cpus = 4,", "cpus = 4,\n", "job.toml:7:19: not valid TOML: expected a key; an inline table {...} must stand on"
+     " one line"),
+    ("at_step = 5\n", "at_step = [", 'job.toml:23: not valid TOML: this is no value; text needs quotes ("..."),'
+     " booleans are true and false, up to the end of the file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), WRONG)
+def test_each_mistake_is_told_with_file_line_key_and_what_is_right(
+    tmp_path: Path, old: str, new: str, expected: str
+) -> None:
+    assert old in JOB
+    assert complaint(tmp_path, JOB.replace(old, new, 1)) == expected
+
+
+def test_several_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = JOB.replace("steps = 10", "step = 10").replace("cpus = 4", "cpus = 0").replace('"kill"', '"kil"')
+    assert [line.split(": ")[:2] for line in complaint(tmp_path, text).splitlines()] == [
+        ["job.toml:1", "run.steps"], ["job.toml:3", "run.step"], ["job.toml:7", "cluster.node.cpus"],
+        ["job.toml:21", "faults[0].kind"],
+    ]  # fmt: skip
+
+
+def test_an_empty_file_is_told_what_it_needs(tmp_path: Path) -> None:
+    assert complaint(tmp_path, "").splitlines() == [
+        "job.toml: model: missing; add a table [model] with tokenizer.pieces",
+        "job.toml: run: missing; add a table [run] with name and steps",
+        "job.toml: task: missing; add a table [task] (Where prompts and rewards come from: a reasoning-gym dataset, or"
+        " a function of yours.)",
+    ]
+
+
+def test_what_is_no_text_is_refused_with_the_line(tmp_path: Path) -> None:
+    assert complaint(tmp_path, b"[run]\nname = '\xff'") == "job.toml:2: byte 0xff is not UTF-8; save the file as UTF-8"
+
+
+def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -> None:
+    told = complaint(tmp_path, JOB.replace("steps = 10", 'steps = 10\n"\\u001b[31m" = "\\u009b"'))
+    assert told.isprintable()
+
+
+def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    told = []
+    for path in (tmp_path / "missing.toml", tmp_path / "there", tmp_path / "loop", Path("/dev/zero"), Path("a\0b")):
+        with pytest.raises(SpecError) as raised:
+            load_job(path)
+        told.append(str(raised.value).replace(f"{tmp_path}/", ""))
+    assert told == [
+        "missing.toml: no such file",
+        'there: is a folder; name the file in it, for example "there/job.toml"',
+        "loop: cannot be read: Too many levels of symbolic links",
+        "/dev/zero: is larger than 1 MiB; that is no job.toml",
+        "a\\x00b: cannot be read: embedded null byte",
+    ]
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
+def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    path.chmod(0)
+    with pytest.raises(SpecError, match=r"job\.toml: cannot be read: Permission denied$"):
+        load_job(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 2000, "[" + "a." * 3000 + "a]", "a." * 3000 + "a = 1", "x = " + "[" * 60 + "]" * 60,
+        "x = " + "9" * 5000, "x = 1e99999", "x = 0000-99-99", 'x = "\\ud800"', "\0", "=", "[[a]]\n[a]", "\r",
+        '[task]\nargs = { "\\u0000" = 1 }', '[slurm]\n"" = 1', '"" = 1', '[[""]]', "[run]\n" * 2,
+    ],
+)  # fmt: skip
+def test_hostile_text_is_refused_without_a_traceback(tmp_path: Path, text: str) -> None:
+    told = complaint(tmp_path, text)
+    assert all(line.startswith("job.toml") and len(line) < 1500 for line in told.splitlines())
+
+
+_PIECES = st.one_of(
+    st.sampled_from([*' \n\t\r"\'[]{}=.,#\\0123456789-+_eE:TZ\x00\x1b\u2028é', "[[", "]]", '"""', "'''", "inf"]),
+    st.sampled_from(JOB.splitlines(keepends=True)),
+    st.sampled_from(["true", "1.5", '"x"', "[]", "{}", "[1, [2]]", "{a = 1}", "1979-05-27", "-1", '"90s"', "9" * 30]),
+    st.text(max_size=5),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    text = JOB
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        end = min(len(text), start + data.draw(st.integers(0, 12)))
+        text = text[:start] + data.draw(_PIECES) + text[end:]
+    path = tmp_path_factory.getbasetemp() / "mutated.toml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        told = json.dumps(resolved(load_job(path)), allow_nan=False)
+    except SpecError as error:
+        told = str(error)
+    assert all(line.isprintable() for line in told.splitlines())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_no_bytes_at_all_give_a_traceback(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "bytes.toml"
+    path.write_bytes(data)
+    with pytest.raises(SpecError):
+        load_job(path)

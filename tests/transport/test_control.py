@@ -1,0 +1,481 @@
+"""The control plane on loopback: who gets in, what gets lost, and what happens when the listener changes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from msgspec import Struct
+
+from rrl.tests.transport.proxy import Proxy
+from rrl.transport import control, wire
+from rrl.transport.control import Address, Dialer, Incoming, Listener
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import PROTOCOL
+
+SOON = 20.0  # s; deadline of whatever a test waits for
+
+
+class Ping(Struct, frozen=True, tag=True):
+    n: int
+    load: bytes = b""
+
+
+class Joined(Struct, frozen=True, tag=True):
+    who: str
+
+
+class Pong(Struct, frozen=True, tag=True):
+    n: int
+
+
+class News(Struct, frozen=True, tag=True):
+    text: str
+    load: bytes = b""
+
+
+UP = Ping | Joined
+DOWN = Pong | News
+KEYS = RunKeys.make()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * SOON):
+            await test
+
+    asyncio.run(bounded())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def listening(keys: RunKeys = KEYS, epoch: int = 1) -> AsyncGenerator[Listener]:
+    listener = await Listener.open(keys, UP, epoch=epoch)
+    try:
+        yield listener
+    finally:
+        await listener.close()
+
+
+@asynccontextmanager
+async def dialling(
+    find: Callable[[], Address | None], hello: tuple[Any, ...] = (), keys: RunKeys = KEYS
+) -> AsyncGenerator[Dialer]:
+    dialer = Dialer(keys, DOWN, find, lambda: hello)
+    task = asyncio.create_task(dialer.run())
+    try:
+        yield dialer
+    finally:
+        await dialer.close()
+        await task
+
+
+async def receive(listener: Listener) -> Incoming:
+    async with asyncio.timeout(SOON):
+        return await listener.receive()
+
+
+async def answer_pings(listener: Listener) -> None:
+    while True:
+        incoming = await listener.receive()
+        if isinstance(incoming.message, Ping):
+            await listener.send(incoming.peer, Pong(incoming.message.n), incoming.ask)
+
+
+@asynccontextmanager
+async def answering(listener: Listener) -> AsyncGenerator[None]:
+    task = asyncio.create_task(answer_pings(listener))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def port_of(listener: Listener) -> int:
+    return int(listener.endpoint.rpartition(":")[2])
+
+
+def raw_dealer(context: zmq.Context[zmq.Socket[bytes]], keys: RunKeys | None = KEYS) -> zmq.Socket[bytes]:
+    """A member of the run (or, without keys, a stranger) who does not keep to the protocol above zmq."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    if keys is not None:
+        socket.set(zmq.CURVE_SERVERKEY, keys.server_public.encode())
+        socket.set(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
+        socket.set(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
+    return socket
+
+
+# ── the conversation ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_an_ask_gets_its_own_answer_and_a_push_arrives() -> None:
+    async def test() -> None:
+        async with listening() as listener, dialling(lambda: listener.address) as dialer:
+            asks = [asyncio.create_task(dialer.ask(Ping(n), SOON)) for n in range(3)]
+            got = [await receive(listener) for _ in asks]
+            for incoming in reversed(got):
+                await listener.send(incoming.peer, Pong(incoming.message.n), incoming.ask)
+            assert await asyncio.gather(*asks) == [Pong(0), Pong(1), Pong(2)]
+            await listener.send(got[0].peer, News("hi"))
+            assert await dialer.pushed() == News("hi")
+
+    run(test())
+
+
+def test_hello_comes_before_what_was_queued_before_the_connection() -> None:
+    async def test() -> None:
+        async with listening() as listener:
+            ready = threading.Event()
+            find = lambda: listener.address if ready.is_set() else None  # noqa: E731
+            async with dialling(find, hello=(Joined("me"),)) as dialer:
+                await dialer.send(Ping(1))
+                ready.set()
+                assert [(await receive(listener)).message for _ in range(2)] == [Joined("me"), Ping(1)]
+
+    run(test())
+
+
+def test_an_ask_without_an_answer_times_out() -> None:
+    async def test() -> None:
+        async with listening() as listener, dialling(lambda: listener.address) as dialer:
+            with pytest.raises(TimeoutError):
+                await dialer.ask(Ping(1), 0.05)
+
+    run(test())
+
+
+def test_closing_the_dialer_fails_its_open_asks_and_says_the_last_words() -> None:
+    async def test() -> None:
+        async with listening() as listener:
+            dialer = Dialer(KEYS, DOWN, lambda: listener.address)
+            task = asyncio.create_task(dialer.run())
+            asked = asyncio.create_task(dialer.ask(Ping(1), SOON))
+            assert (await receive(listener)).message == Ping(1)
+            await dialer.send(Ping(2))
+            await dialer.close()
+            with pytest.raises(ConnectionError):
+                await asked
+            await task
+            assert (await receive(listener)).message == Ping(2)
+
+    run(test())
+
+
+# ── who gets in ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_client_key_that_is_not_the_runs_never_gets_through() -> None:
+    async def test() -> None:
+        other = RunKeys.make()
+        stranger = msgspec.structs.replace(
+            KEYS, client_public=other.client_public, client_secret=other.client_secret
+        )
+        async with listening() as listener:
+            async with dialling(lambda: listener.address, (Joined("stranger"),), stranger) as refused:
+                await until(lambda: listener.refused > 0)
+                assert not refused.connected
+                async with dialling(lambda: listener.address, (Joined("member"),)):
+                    assert (await receive(listener)).message == Joined("member")
+
+    run(test())
+
+
+def test_a_listener_without_the_runs_key_is_told_nothing() -> None:
+    async def test() -> None:
+        async with listening(RunKeys.make()) as impostor:
+            async with dialling(lambda: impostor.address, (Joined("me"),)) as dialer:
+                await until(lambda: impostor.refused > 0)
+                assert not dialer.connected
+
+    run(test())
+
+
+def test_a_client_without_curve_never_gets_through() -> None:
+    async def test() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        async with listening() as listener:
+            plain = raw_dealer(context, None)
+            plain.connect(listener.endpoint)
+            plain.send(wire.frame(0, None, Joined("plain")))
+            await until(lambda: listener.refused > 0)
+            async with dialling(lambda: listener.address, (Joined("member"),)):
+                assert (await receive(listener)).message == Joined("member")
+            plain.close()
+        context.term()
+
+    run(test())
+
+
+@pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 65536, b"\xff" * 65536])
+def test_garbage_at_the_port_harms_nothing(garbage: bytes) -> None:
+    async def test() -> None:
+        async with listening() as listener:
+            _, writer = await asyncio.open_connection("127.0.0.1", port_of(listener))
+            writer.write(garbage)
+            async with answering(listener), dialling(lambda: listener.address) as dialer:
+                assert await dialer.ask(Ping(7), SOON) == Pong(7)
+            writer.close()
+
+    run(test())
+
+
+def test_a_recorded_connection_that_is_replayed_is_refused() -> None:
+    async def test() -> None:
+        async with listening() as listener, Proxy(port_of(listener)) as proxy:
+            via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
+            async with dialling(lambda: via, (Joined("me"),)):
+                assert (await receive(listener)).message == Joined("me")
+            assert listener.refused == 0
+            _, writer = await asyncio.open_connection("127.0.0.1", port_of(listener))
+            writer.write(proxy.from_client)
+            await until(lambda: listener.refused > 0)
+            writer.close()
+            async with dialling(lambda: listener.address, (Joined("other"),)):
+                assert (await receive(listener)).message == Joined("other")
+
+    run(test())
+
+
+def test_frames_that_cannot_be_read_are_dropped_and_counted() -> None:
+    async def test() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        async with listening() as listener:
+            member = raw_dealer(context)
+            member.connect(listener.endpoint)
+            good = wire.frame(0, None, Ping(1))
+            future = msgspec.msgpack.encode((PROTOCOL + 1, 0, None, Ping(2)))
+            unknown = wire.frame(0, None, News("not for this direction"))
+            for bad in (b"", b"\xc1", os.urandom(100), good[:-1], future, unknown, b"\x91" * 5000):
+                member.send(bad)
+            member.send_multipart([good, good])
+            member.send(good)
+            assert (await receive(listener)).message == Ping(1)
+            assert listener.dropped == 8
+            member.close()
+        context.term()
+
+    run(test())
+
+
+# ── loss and return ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_after_a_lost_connection_hello_is_said_again_and_open_asks_are_repeated() -> None:
+    async def test() -> None:
+        async with listening() as listener, Proxy(port_of(listener)) as proxy:
+            via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
+            async with dialling(lambda: via, (Joined("me"),)) as dialer:
+                asked = asyncio.create_task(dialer.ask(Ping(1), SOON))
+                assert [(await receive(listener)).message for _ in range(2)] == [Joined("me"), Ping(1)]
+                proxy.cut()
+                assert (await receive(listener)).message == Joined("me")
+                again = await receive(listener)
+                assert again.message == Ping(1)
+                await listener.send(again.peer, Pong(1), again.ask)
+                assert await asked == Pong(1)
+
+    run(test())
+
+
+def test_a_successor_at_another_address_is_greeted_and_answers_the_open_asks() -> None:
+    async def test() -> None:
+        async with listening(epoch=1) as first, listening(epoch=2) as second:
+            newest = [first.address]
+            async with dialling(lambda: newest[0], (Joined("me"),)) as dialer:
+                asked = asyncio.create_task(dialer.ask(Ping(1), SOON))
+                assert [(await receive(first)).message for _ in range(2)] == [Joined("me"), Ping(1)]
+                newest[0] = second.address
+                await first.close()
+                assert (await receive(second)).message == Joined("me")
+                again = await receive(second)
+                assert again.message == Ping(1)
+                await second.send(again.peer, Pong(1), again.ask)
+                assert await asked == Pong(1)
+
+    run(test())
+
+
+def test_a_successor_is_found_though_the_old_listener_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LOOK_CONNECTED", 0.05)
+
+    async def test() -> None:
+        async with listening(epoch=1) as first, listening(epoch=2) as second:
+            newest = [first.address]
+            async with dialling(lambda: newest[0], (Joined("me"),)):
+                assert (await receive(first)).message == Joined("me")
+                newest[0] = second.address
+                assert (await receive(second)).message == Joined("me")
+
+    run(test())
+
+
+def test_a_listener_of_an_older_epoch_is_not_listened_to() -> None:
+    async def test() -> None:
+        async with listening(epoch=1) as stale:
+            async with dialling(lambda: Address(2, stale.endpoint), (Joined("me"),)) as dialer:
+                peer = (await receive(stale)).peer
+                await stale.send(peer, News("from the past"))
+                await until(lambda: dialer.dropped == 1)
+                stale.epoch = 2
+                await stale.send(peer, News("from now"))
+                assert await dialer.pushed() == News("from now")
+
+    run(test())
+
+
+def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LOOK_CONNECTED", 0.02)
+
+    async def test() -> None:
+        async with listening(epoch=1) as old, listening(epoch=2) as new:
+            looks = 0
+            newest = new.address
+
+            def find() -> Address:
+                nonlocal looks
+                looks += 1
+                return newest
+
+            async with answering(new), dialling(find) as dialer:
+                assert await dialer.ask(Ping(1), SOON) == Pong(1)
+                newest, before = old.address, looks
+                await until(lambda: looks > before + 3)
+                assert await dialer.ask(Ping(2), SOON) == Pong(2)
+
+    run(test())
+
+
+def test_a_listener_that_falls_silent_without_a_word_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_HEARTBEAT_MS", 100)
+    monkeypatch.setattr(wire, "_SILENCE_MS", 1000)
+
+    async def test() -> None:
+        async with listening(epoch=1) as first, listening(epoch=2) as second, Proxy(port_of(first)) as proxy:
+            newest = [Address(1, f"tcp://127.0.0.1:{proxy.port}")]
+            async with dialling(lambda: newest[0], (Joined("me"),)):
+                assert (await receive(first)).message == Joined("me")
+                proxy.hold()
+                newest[0] = second.address
+                assert (await receive(second)).message == Joined("me")
+
+    run(test())
+
+
+def test_a_find_that_cannot_read_its_storage_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LOOK_EVERY", 0.02)
+
+    async def test() -> None:
+        async with listening() as listener:
+            tries = 0
+
+            def find() -> Address:
+                nonlocal tries
+                tries += 1
+                if tries < 3:
+                    raise OSError("stale file handle")
+                return listener.address
+
+            async with dialling(find, (Joined("me"),)):
+                assert (await receive(listener)).message == Joined("me")
+
+    run(test())
+
+
+# ── bounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "QUEUE_BOUND", 10)
+    monkeypatch.setattr(control, "LOOK_EVERY", 0.02)
+
+    async def test() -> None:
+        async with listening() as listener:
+            ready = threading.Event()
+            async with dialling(lambda: listener.address if ready.is_set() else None) as dialer:
+                asked = asyncio.create_task(dialer.ask(Ping(-1), SOON))
+                await asyncio.sleep(0)  # its place is before all others
+                for n in range(15):
+                    await dialer.send(Ping(n))
+                assert dialer.dropped == 6
+                ready.set()
+                got = [await receive(listener) for _ in range(10)]
+                assert [incoming.message.n for incoming in got] == [-1, *range(6, 15)]
+                await listener.send(got[0].peer, Pong(-1), got[0].ask)
+                await asked
+
+    run(test())
+
+
+def test_a_peer_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_HWM", 5)
+
+    async def test() -> None:
+        async with listening() as listener, Proxy(port_of(listener)) as proxy:
+            via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
+            async with dialling(lambda: via, (Joined("slow"),)):
+                slow = (await receive(listener)).peer
+                proxy.hold()
+                for _ in range(200):
+                    await listener.send(slow, News("much", bytes(2**18)))
+                assert listener.dropped > 0
+                async with answering(listener), dialling(lambda: listener.address) as other:
+                    assert await other.ask(Ping(1), SOON) == Pong(1)
+
+    run(test())
+
+
+def test_pushes_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "QUEUE_BOUND", 10)
+
+    async def test() -> None:
+        async with listening() as listener, dialling(lambda: listener.address, (Joined("me"),)) as dialer:
+            peer = (await receive(listener)).peer
+            for n in range(15):
+                await listener.send(peer, Pong(n))
+            await until(lambda: dialer.dropped == 5)
+            assert await dialer.pushed() == Pong(5)
+
+    run(test())
+
+
+def test_an_answer_to_a_peer_that_is_gone_is_dropped_silently() -> None:
+    async def test() -> None:
+        async with listening() as listener:
+            await listener.send(b"nobody", News("hi"))
+            assert listener.dropped == 0
+
+    run(test())
+
+
+def test_several_live_in_one_loop_beside_the_main_thread_and_leave_nothing_behind() -> None:
+    def things() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    async def test() -> None:
+        async with listening() as one, listening() as two:
+            async with answering(one), answering(two):
+                async with dialling(lambda: one.address) as a, dialling(lambda: two.address) as b:
+                    async with dialling(lambda: one.address) as c:
+                        answers = await asyncio.gather(*(dialer.ask(Ping(1), SOON) for dialer in (a, b, c)))
+                        assert answers == [Pong(1)] * 3
+
+    failures: list[BaseException] = []
+
+    def in_thread() -> None:
+        try:
+            run(test())
+        except BaseException as error:
+            failures.append(error)
+
+    before = things()
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join(SOON)
+    assert not thread.is_alive()
+    assert failures == []
+    assert things() == before

@@ -1,0 +1,206 @@
+"""The conversation of agents, steps and workers with the manager: one tagged union each way, versioned.
+
+Upwards it is one-way: a beat is not answered. What a worker must know is pushed when it changes and carried again in
+``Welcome``. Whoever loses the manager says Hello again to the next one, and a Hello carries everything that the next
+manager needs to know: nothing sent before is counted on.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from rrl.spec.faults import Fault
+from rrl.spec.words import Finding, Life, NodeName, ReplicaId, Version
+
+PROTOCOL = 1
+"""Version of this conversation; a peer of another version is answered ``Fenced`` with the reason."""
+
+
+# ── upwards ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Wanted(Struct, frozen=True, tag=True):
+    """First word of every step, asked before it starts its command: am I (still) wanted? Answered ``Admitted``."""
+
+    life: Life
+    tag: str
+    node: NodeName
+    pid: int
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """A worker joins, or joins again after losing the manager. Answered ``Welcome`` or ``Fenced``."""
+
+    life: Life
+    tag: str
+    node: NodeName
+    host: str
+    pid: int
+    phase: str
+    listens: str | None = None
+    """``tcp://host:port`` of a service that this replica offers (the trajectory store)"""
+    serves: str | None = None
+    """``<pipe>://host:port`` where its weight versions can be pulled"""
+    holds: Version | None = None
+    committed: int | None = None
+    gpus: tuple[str, ...] = ()
+
+
+class Beat(Struct, frozen=True, tag=True):
+    """I live. ``done`` counts units of work in this life (tokens, samples, steps), for progress detectors."""
+
+    life: Life
+    phase: str
+    done: int
+    waits_for: ReplicaId | None = None
+
+
+class Entered(Struct, frozen=True, tag=True):
+    """The phase changed."""
+
+    life: Life
+    phase: str
+    done: int
+    waits_for: ReplicaId | None = None
+
+
+class FirstWork(Struct, frozen=True, tag=True):
+    """The first unit of work of this life is done (a rollout's first token after it joined)."""
+
+    life: Life
+
+
+class Holds(Struct, frozen=True, tag=True):
+    """A complete, verified weight version is here and is served."""
+
+    life: Life
+    version: Version
+
+
+class Committed(Struct, frozen=True, tag=True):
+    """The trainer's step counts: the store has recorded it. ``metrics`` are for people (``reward``, ``loss``, ...)."""
+
+    life: Life
+    step: int
+    metrics: dict[str, float]
+
+
+class StepExit(Struct, frozen=True, tag=True):
+    """From the step's first process: the exit record, told at once (the file is the durable copy)."""
+
+    life: Life
+    tag: str
+    code: int | None
+    signal: int | None
+    why: str
+
+
+class AgentHello(Struct, frozen=True, tag=True):
+    life: Life
+    tag: str
+    node: NodeName
+    host: str
+    pid: int
+    boot: str
+    """boot id of the node: tells a reboot from a network cut"""
+
+
+class AgentBeat(Struct, frozen=True, tag=True):
+    life: Life
+    node: NodeName
+    alive: tuple[str, ...] = ()
+    """tags of the steps whose first process lives on this node"""
+
+
+class Gone(Struct, frozen=True, tag=True):
+    """From the agent, as a witness: the first process of this step is no more and left no exit record."""
+
+    life: Life
+    tag: str
+    node: NodeName
+
+
+class Found(Struct, frozen=True, tag=True):
+    finding: Finding
+
+
+class Injected(Struct, frozen=True, tag=True):
+    """From the agent: the fault was performed (or not, and why)."""
+
+    fault: Fault
+    ok: bool
+    detail: str = ""
+
+
+class Goodbye(Struct, frozen=True, tag=True):
+    """A worker leaves of its own accord, its work done."""
+
+    life: Life
+
+
+Up = (
+    Wanted | Hello | Beat | Entered | FirstWork | Holds | Committed | StepExit
+    | AgentHello | AgentBeat | Gone | Found | Injected | Goodbye
+)  # fmt: skip
+
+
+# ── downwards ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Holder(Struct, frozen=True):
+    """Who has a version, and where it can be pulled."""
+
+    life: Life
+    serves: str
+
+
+class Peer(Struct, frozen=True):
+    life: Life
+    listens: str | None = None
+    joined: bool = False
+
+
+class Peers(Struct, frozen=True, tag=True):
+    """Who is believed, and who holds the newest version, nearest first. ``seq`` orders within a manager epoch."""
+
+    epoch: int
+    seq: int
+    peers: dict[ReplicaId, Peer]
+    newest: Version | None = None
+    holders: tuple[Holder, ...] = ()
+
+
+class Admitted(Struct, frozen=True, tag=True):
+    tag: str
+    ok: bool
+    why: str = ""
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """The only place that ranks and rendezvous come from."""
+
+    life: Life
+    peers: Peers
+    rank: int = 0
+    world: int = 1
+
+
+class Fenced(Struct, frozen=True, tag=True):
+    """You are not believed: stop working and leave."""
+
+    life: Life
+    why: str
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Finish what is in hand within ``grace`` s, then leave."""
+
+    life: Life
+    grace: float
+    why: str
+
+
+class Inject(Struct, frozen=True, tag=True):
+    """To the agent on the target's node: perform this fault on the step ``tag``."""
+
+    fault: Fault
+    tag: str
+
+
+Down = Peers | Admitted | Welcome | Fenced | Stop | Inject

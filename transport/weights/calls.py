@@ -1,0 +1,196 @@
+"""What is said on a line, both ends, alike for every pipe: request and answer, strictly in order.
+
+A request is kind, version, offset, bytes; an answer is a status and a length, then that many bytes. Requests may be
+sent ahead of the answers. Lengths are ours in every pipe: UCX neither tells the length of a short message nor whether
+a completed send has arrived. What has arrived is known by its digest, which is the acknowledgement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Awaitable, Callable
+
+from rrl.spec.words import Version
+from rrl.transport.weights import manifest as manifests
+from rrl.transport.weights.manifest import Manifest
+from rrl.transport.weights.pipe import CONNECT_BY, Line, NotHeld, PipeError, deadline, shake_hands
+from rrl.transport.weights.store import WeightStore
+
+_REQUEST = struct.Struct("<BqqQQ")  # kind, version's step and incarnation, offset, bytes
+_ANSWER = struct.Struct("<BQ")  # status, bytes
+_MANIFEST, _RANGE, _BYE = 1, 2, 3
+_HERE, _NOT_HELD = 0, 1
+_MANIFEST_MAX = 64 * 2**20
+"""bytes; 400,000 tensors of a long name each"""
+_SEND_BY = 30.0
+"""s for one answer: who does not take it by then is cut off, so that it cannot hold an evicted version in memory"""
+_STRANGERS = 64
+"""connections that have not proved themselves yet, at most; a further one is dropped at once"""
+
+_log = logging.getLogger(__name__)
+
+
+class Desk:
+    """The answering end: one task per connection, all of one store."""
+
+    def __init__(self, store: WeightStore, secret: bytes) -> None:
+        self._store = store
+        self._secret = secret
+        self._strangers = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def meet(self, line: Line) -> asyncio.Task[None]:
+        """A connection came in: serve it until either end leaves."""
+        task = asyncio.get_running_loop().create_task(self._serve(line))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, line: Line) -> None:
+        try:
+            await self._admit(line)
+            while await self._answer(line):
+                pass
+        except PipeError as error:
+            _log.debug("a weights connection ended: %s", error)
+        finally:
+            line.abort()
+
+    async def _admit(self, line: Line) -> None:
+        if self._strangers >= _STRANGERS:
+            raise PipeError("too many strangers at once")
+        self._strangers += 1
+        try:
+            await shake_hands(line, self._secret, dialled=False)
+        finally:
+            self._strangers -= 1
+
+    async def _answer(self, line: Line) -> bool:
+        request = bytearray(_REQUEST.size)
+        await line.receive(memoryview(request))  # no deadline: a holder's clients may have nothing to ask for hours
+        kind, step, incarnation, offset, nbytes = _REQUEST.unpack(request)
+        if kind not in (_MANIFEST, _RANGE):
+            return False
+        held = self._store.get(Version(step, incarnation))
+        if held is None:
+            body: bytes | memoryview | None = None
+        elif kind == _MANIFEST:
+            body = manifests.encode(held.manifest)
+        else:
+            body = held.flat[offset : offset + nbytes] if offset + nbytes <= held.manifest.nbytes else None
+        with deadline(line, _SEND_BY):
+            if body is None:
+                await line.send(_ANSWER.pack(_NOT_HELD, 0))
+            else:
+                await line.send(_ANSWER.pack(_HERE, len(body)))
+                await line.send(body)
+        return True
+
+
+class _Call:
+    """The asking end of one connection."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self._sending = asyncio.Lock()
+        self._turn: asyncio.Future[None] | None = None
+
+    async def ask(self, kind: int, version: Version, span: range, into: memoryview | None, by: float) -> bytearray:
+        """Returns the answer's bytes, or an empty one where they went ``into`` a buffer.
+
+        When this raises anything but NotHeld, the line has been aborted, and with it all that were waiting on it.
+        """
+        request = _REQUEST.pack(kind, version.step, version.incarnation, span.start, len(span))
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with self._sending:
+            before, self._turn = self._turn, done
+            try:
+                with deadline(self.line, by):
+                    await self.line.send(request)
+            except BaseException:
+                done.set_result(None)
+                raise
+        try:
+            if before is not None:
+                await asyncio.shield(before)
+            with deadline(self.line, by):
+                nbytes = await self._status(into)
+                if nbytes is not None:
+                    body = bytearray(0 if into is not None else nbytes)
+                    await self.line.receive(memoryview(body) if into is None else into)
+        except BaseException:
+            self.line.abort()  # also when cancelled while waiting: the answer to come would be taken for the next one
+            raise
+        finally:
+            done.set_result(None)
+        if nbytes is None:
+            raise NotHeld(f"{version} is not held there")
+        return body
+
+    async def _status(self, into: memoryview | None) -> int | None:
+        head = bytearray(_ANSWER.size)
+        await self.line.receive(memoryview(head))
+        status, nbytes = _ANSWER.unpack(head)
+        if status == _NOT_HELD:
+            return None
+        if status != _HERE or (nbytes > _MANIFEST_MAX if into is None else nbytes != into.nbytes):
+            raise PipeError(f"an answer that was not asked for: status {status}, {nbytes} bytes")
+        return int(nbytes)
+
+
+class Calls:
+    """The asking end: one kept connection per address, made when needed, dropped on error."""
+
+    def __init__(self, dial: Callable[[str], Awaitable[Line]], secret: bytes) -> None:
+        self._dial = dial
+        self._secret = secret
+        self._kept: dict[str, _Call] = {}
+        self._dialling: dict[str, asyncio.Lock] = {}
+
+    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
+        data = await (await self._call(at)).ask(_MANIFEST, version, range(0), None, by)
+        try:
+            return manifests.decode(data, version, self._secret)
+        except ValueError as error:
+            self.hang_up(at)
+            raise PipeError(str(error)) from error
+
+    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
+        await (await self._call(at)).ask(_RANGE, version, span, into, by)
+
+    def hang_up(self, at: str) -> None:
+        if (call := self._kept.pop(at, None)) is not None:
+            call.line.abort()
+
+    async def close(self) -> None:
+        """Say bye to those who still listen, then drop every connection."""
+        for call in self._kept.values():
+            try:
+                if not call.line.broken:
+                    with deadline(call.line, CONNECT_BY):
+                        await call.line.send(_REQUEST.pack(_BYE, 0, 0, 0, 0))
+            except PipeError:
+                pass
+            call.line.abort()
+        self._kept.clear()
+
+    async def _call(self, at: str) -> _Call:
+        call = self._kept.get(at)
+        if call is not None and not call.line.broken:
+            return call
+        async with self._dialling.setdefault(at, asyncio.Lock()):
+            call = self._kept.get(at)
+            if call is None or call.line.broken:
+                for gone in [key for key, kept in self._kept.items() if kept.line.broken]:
+                    del self._kept[gone]
+                line = await self._dial(at)
+                await shake_hands(line, self._secret, dialled=True)
+                call = self._kept[at] = _Call(line)
+            return call

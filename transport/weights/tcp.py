@@ -1,0 +1,162 @@
+"""The plain TCP pipe: always there, and the yardstick for the others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from rrl.spec.words import Version
+from rrl.transport.weights.calls import Calls, Desk
+from rrl.transport.weights.manifest import Manifest
+from rrl.transport.weights.pipe import CONNECT_BY, PipeError, split_address
+from rrl.transport.weights.store import WeightStore
+
+_SLICE = 256 * 2**10
+"""bytes handed to the transport at once: it copies what the kernel does not take (Python 3.11)"""
+_SPARE = 64 * 2**10
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+"""an idle connection over a cut link is noticed in 8 s; a hung peer only by our own deadlines"""
+
+
+class _TcpLine(asyncio.BufferedProtocol):
+    """One connection; the kernel writes straight into the buffer that is being received.
+
+    What comes when nothing is being received goes to a small spare buffer, and then reading pauses.
+    """
+
+    def __init__(self, desk: Desk | None = None) -> None:
+        self._desk = desk
+        self._transport: asyncio.Transport | None = None
+        self._failure: PipeError | None = None
+        self._spare = memoryview(bytearray(_SPARE))
+        self._stash = self._spare[:0]
+        self._target: memoryview | None = None
+        self._received: asyncio.Future[None] | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._full = False
+
+    # ── Line ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def send(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        for start in range(0, view.nbytes, _SLICE):
+            transport = self._alive()
+            transport.write(view[start : start + _SLICE])
+            if self._full:
+                self._drained = asyncio.get_running_loop().create_future()
+                await self._drained
+
+    async def receive(self, into: memoryview) -> None:
+        have = min(len(self._stash), into.nbytes)
+        into[:have] = self._stash[:have]
+        self._stash = self._stash[have:]
+        if have == into.nbytes:
+            return
+        transport = self._alive()
+        self._target = into[have:]
+        self._received = asyncio.get_running_loop().create_future()
+        transport.resume_reading()
+        try:
+            await self._received
+        finally:
+            self._target = self._received = None
+
+    def abort(self) -> None:
+        self._fail(PipeError("the connection was aborted"))
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def broken(self) -> bool:
+        return self._failure is not None
+
+    # ── asyncio ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=0)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        if self._desk is not None:
+            self._desk.meet(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(PipeError(f"the connection was lost: {exc or 'closed by the other end'}"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._spare if self._target is None else self._target
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._target is None:
+            self._stash = self._spare[:nbytes]
+            if self._transport is not None:
+                self._transport.pause_reading()
+            return
+        self._target = self._target[nbytes:]
+        if not self._target and self._received is not None:
+            self._target = None
+            if not self._received.done():
+                self._received.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def _alive(self) -> asyncio.Transport:
+        if self._failure is not None or self._transport is None:
+            raise self._failure or PipeError("not connected")
+        return self._transport
+
+    def _fail(self, why: PipeError) -> None:
+        if self._failure is None:
+            self._failure = why
+            for waiting in (self._received, self._drained):
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(why)
+
+
+class TcpPipe:
+    """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``tcp://host:port``."""
+
+    kind = "tcp"
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._calls = Calls(self._dial, secret)
+        self._served: list[tuple[asyncio.Server, Desk]] = []
+
+    async def serve(self, store: WeightStore, host: str) -> str:
+        desk = Desk(store, self._secret)
+        server = await asyncio.get_running_loop().create_server(lambda: _TcpLine(desk), host, 0, backlog=1024)
+        self._served.append((server, desk))
+        return f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
+
+    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
+        return await self._calls.manifest(at, version, by)
+
+    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
+        await self._calls.fetch(at, version, span, into, by)
+
+    def hang_up(self, at: str) -> None:
+        self._calls.hang_up(at)
+
+    async def close(self) -> None:
+        await self._calls.close()
+        for server, desk in self._served:
+            server.close()
+            await desk.close()
+        self._served.clear()
+
+    async def _dial(self, at: str) -> _TcpLine:
+        host, port = split_address(at, self.kind)
+        try:
+            async with asyncio.timeout(CONNECT_BY):
+                _, line = await asyncio.get_running_loop().create_connection(_TcpLine, host, port)
+        except (OSError, TimeoutError) as error:
+            raise PipeError(f"{at} cannot be reached: {error or type(error).__name__}") from error
+        return line
