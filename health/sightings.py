@@ -150,6 +150,7 @@ class Watch:
         for seen in [*home.residents.values(), *([home.agent] if home.agent else [])]:
             self.forget(seen.life)
         del self.nodes[node]
+        self.touched.add(node)
 
     def restart(self, now: float) -> None:
         """A new manager, or one that was paused: everything counts anew from here, as if launched now.

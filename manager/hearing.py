@@ -55,6 +55,8 @@ class Ear:
         elif isinstance(message, msg.Gone):
             self._gone(message)
         elif not self._state().believed(message.life):
+            if self._state().verdict is not None:
+                return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
             self.workers.pop(message.life, None)
             why = f"{message.life} is no longer believed"
             await self._send(incoming.peer, msg.Fenced(message.life, why), None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,83 +48,111 @@ class Head(Struct, frozen=True):
     """bytes of it that count"""
 
 
+class _Schema(Struct, frozen=True):
+    """Of a head by whomever: all that is read before it is known that the rest can be."""
+
+    schema: int
+
+
 _encode = msgspec.msgpack.Encoder().encode
+_decode_schema = msgspec.msgpack.Decoder(_Schema).decode
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_event = msgspec.msgpack.Decoder(Stamped).decode
 
 
 class Journal:
-    """The writer of one manager epoch. :meth:`append` is cheap; nothing counts before :meth:`flush` returned."""
+    """The writer of one manager epoch. :meth:`append` is cheap; nothing counts before :meth:`flush` returned.
+
+    :meth:`flush` and :meth:`rotate` may run in threads beside the loop that appends."""
 
     def __init__(self, run: RunDir, epoch: int) -> None:
         self._run = run
         self._epoch = epoch
         self._part = 0
-        self._fd = -1
-        self._buffer: list[bytes] = []
+        self._writing = threading.Lock()
+        self._buffer: list[tuple[int, bytes]] = []
+        """(seq, frame); only ever appended to and cut at its front, so that a flush beside it loses nothing"""
         self._records = 0
         follower = Follower(run)
         self.state = follower.state()
         """what the journal said when this epoch took it over; None for a new run"""
-        self._open(self.state, *follower.where)
+        self._path, self._fd = self._open(self.state, *follower.where)
 
     def append(self, stamped: Stamped) -> None:
-        self._buffer.append(_framed(_encode(stamped)))
+        frame = _framed(_encode(stamped))
+        self._buffer.append((stamped.seq, frame))
         self._records += 1
 
     def flush(self) -> None:
         """Write and fsync what was appended (blocking: called off the loop). Raises OSError when the disk is full."""
-        if not self._buffer:
-            return
-        frames, self._buffer = self._buffer, []
-        data = b"".join(frames)
-        start = os.lseek(self._fd, 0, os.SEEK_CUR)
-        try:
-            _write_all(self._fd, data)
-            os.fsync(self._fd)
-        except OSError:
-            os.lseek(self._fd, start, os.SEEK_SET)  # a torn frame may follow: the next flush writes over it
-            os.ftruncate(self._fd, start)
-            self._buffer = frames + self._buffer
-            raise
+        with self._writing:
+            self._write(len(self._buffer))
 
     @property
     def full(self) -> bool:
         return self._records >= SEGMENT_RECORDS
 
     def rotate(self, state: State) -> None:
-        """Go on in a fresh segment headed by ``state``. Everything appended must have been flushed."""
-        length = os.lseek(self._fd, 0, os.SEEK_CUR)
-        os.close(self._fd)
-        self._open(state, self._name(), length)
+        """Go on in a fresh segment headed by ``state``; what was appended after it follows there.
+
+        Raises OSError when there is no room for one: then the old segment goes on."""
+        with self._writing:
+            self._write(sum(seq <= state.seq for seq, _ in self._buffer))
+            length = os.lseek(self._fd, 0, os.SEEK_CUR)
+            path, fd = self._open(state, self._path.name, length)
+            os.close(self._fd)
+            self._path, self._fd, self._records = path, fd, len(self._buffer)
 
     def close(self) -> None:
-        self.flush()
-        os.close(self._fd)
+        try:
+            self.flush()
+        finally:
+            os.close(self._fd)
 
-    def _name(self) -> str:
-        return f"{self._epoch:06}-{self._part:06}.seg"
+    def _write(self, count: int) -> None:
+        """The first ``count`` frames of the buffer; they stay there unless they are durable."""
+        if not count:
+            return
+        start = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            _write_all(self._fd, b"".join(frame for _, frame in self._buffer[:count]))
+            os.fsync(self._fd)
+        except OSError:
+            os.lseek(self._fd, start, os.SEEK_SET)  # a torn frame may follow: the next flush writes over it
+            os.ftruncate(self._fd, start)
+            raise
+        del self._buffer[:count]
 
-    def _open(self, state: State | None, before: str, accepted: int) -> None:
+    def _open(self, state: State | None, before: str, accepted: int) -> tuple[Path, int]:
         self._part += 1
-        path = self._run.journal / self._name()
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        head = Head(SCHEMA, self._epoch, state, before, accepted)
-        _write_all(self._fd, MAGIC + _framed(_encode(head)))
-        os.fsync(self._fd)
-        folder = os.open(self._run.journal, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-        self._records = 0
+        path = self._run.journal / f"{self._epoch:06}-{self._part:06}.seg"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            head = Head(SCHEMA, self._epoch, state, before, accepted)
+            _write_all(fd, MAGIC + _framed(_encode(head)))
+            os.fsync(fd)
+            folder = os.open(self._run.journal, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)  # nothing was written to it; where that fails too, it has no whole head
+            raise
+        return path, fd
 
 
 def replay(run: RunDir) -> Iterator[Stamped]:
     """Every event of the run in order. Raises JournalError."""
     for path, end in _chain(run):
         head, offset = _head(path)
-        if head is not None:
-            for stamped, _ in _framed_events(path, offset, end):
-                yield stamped
+        if head is None:
+            continue
+        for stamped, offset in _framed_events(path, offset, end):
+            yield stamped
+        if end is not None and offset != end:
+            raise JournalError(f"{path}: it cannot be read beyond byte {offset}, though {end} bytes of it count")
 
 
 def read_state(run: RunDir) -> State | None:
@@ -146,20 +175,13 @@ class Follower:
         return (self._segment.name, self._offset) if self._segment else ("", 0)
 
     def state(self) -> State | None:
-        segments = _segments(self._run)
-        if not segments:
-            return None
-        if segments[-1] != self._segment:
-            head, offset = _head(segments[-1])
-            if head is None:  # just created: its head is not written yet
-                if self._segment is None and len(segments) > 1:
-                    segments = segments[:-1]
-                    head, offset = _head(segments[-1])
-                if head is None:
-                    return self._state
-            self._segment, self._offset, self._state = segments[-1], offset, head.state
-        assert self._segment is not None
-        for stamped, end in _framed_events(self._segment, self._offset, None):
+        newest = _newest(self._run)
+        if newest is None:
+            return self._state
+        path, head, offset = newest
+        if path != self._segment:
+            self._segment, self._offset, self._state = path, offset, head.state
+        for stamped, end in _framed_events(path, self._offset, None):
             self._state, self._offset = fold(self._state, stamped), end
         return self._state
 
@@ -168,16 +190,29 @@ def _segments(run: RunDir) -> list[Path]:
     return sorted(run.journal.glob("*.seg"))
 
 
+def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
+    """The newest segment that has a whole head, and where its records begin. One without is being created at this
+    moment, or its manager died over it: nothing was ever told from it."""
+    for path in reversed(_segments(run)):
+        head, offset = _head(path)
+        if head is not None:
+            return path, head, offset
+    return None
+
+
 def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
     """The segments that count, oldest first, and where each ends: followed back from the newest one's head.
 
     A segment that no successor names was written by a manager that had already been succeeded."""
     chain: list[tuple[Path, int | None]] = []
-    name, end = next((path.name for path in reversed(_segments(run)) if _head(path)[0] is not None), ""), None
+    newest = _newest(run)
+    name, end = newest[0].name if newest is not None else "", None
     while name:
         chain.append((run.journal / name, end))
         head = _head(run.journal / name)[0]
-        name, end = (head.before, head.accepted) if head is not None else ("", None)
+        if head is None:
+            raise JournalError(f"{run.journal / name}: its head is torn, though a later segment counts on it")
+        name, end = head.before, head.accepted
     return chain[::-1]
 
 
@@ -197,23 +232,27 @@ def _frame_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
 
 
 def _head(path: Path) -> tuple[Head | None, int]:
-    with path.open("rb") as file:
-        start = file.read(len(MAGIC) + _FRAME.size)
-        if len(start) < len(MAGIC) + _FRAME.size:
-            return None, 0
-        if not start.startswith(MAGIC):
-            raise JournalError(f"{path}: not a journal of rrl (it starts with {start[:5]!r})")
-        length = _FRAME.unpack_from(start, len(MAGIC))[0]
-        frame = _frame_at(start[len(MAGIC) :] + file.read(length), 0)
+    """The head and where the records begin; None where it is not (yet) whole."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC) + _FRAME.size)
+            if not start.startswith(MAGIC[: len(start)]):
+                raise JournalError(f"{path}: not a journal of rrl (it starts with {start[:5]!r})")
+            if len(start) < len(MAGIC) + _FRAME.size:
+                return None, 0
+            length = _FRAME.unpack_from(start, len(MAGIC))[0]
+            frame = _frame_at(start[len(MAGIC) :] + file.read(length), 0)
+    except FileNotFoundError:
+        raise JournalError(f"{path}: it is missing, though a later segment counts on it") from None
     if frame is None:
         return None, 0
     try:
-        head = _decode_head(frame[0])
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        schema = _decode_schema(frame[0]).schema
+        if schema > SCHEMA:
+            raise JournalError(f"{path}: written by a newer rrl (schema {schema}, this one reads up to {SCHEMA})")
+        return _decode_head(frame[0]), len(MAGIC) + frame[1]
+    except msgspec.DecodeError as error:
         raise JournalError(f"{path}: its head cannot be read: {error}") from error
-    if head.schema > SCHEMA:
-        raise JournalError(f"{path}: written by a newer rrl (schema {head.schema}, this one reads up to {SCHEMA})")
-    return head, len(MAGIC) + frame[1]
 
 
 def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[Stamped, int]]:
@@ -222,11 +261,13 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
         data = file.read() if end is None else file.read(max(0, end - offset))
     at = 0
     while (frame := _frame_at(data, at)) is not None:
-        payload, at = frame
+        payload, after = frame
         try:
-            yield _decode_event(payload), offset + at
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise JournalError(f"{path}: record at byte {offset + at} cannot be read: {error}") from error
+            stamped = _decode_event(payload)
+        except msgspec.DecodeError as error:
+            raise JournalError(f"{path}: the record at byte {offset + at} cannot be read: {error}") from error
+        at = after
+        yield stamped, offset + at
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -63,6 +63,9 @@ class Manager:
         self._state: State | None = None
         self._epoch_began = time.monotonic()
         self._wall = time.time()
+        self._turned = self._wall
+        """when the loop last turned"""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
     async def run(self, job: str = "") -> Outcome | None:
@@ -74,6 +77,7 @@ class Manager:
         if self._state is not None:
             self._wall = max(self._wall, self._state.at)  # a manager's time never goes back
         self._epoch_began = time.monotonic()
+        self._turned = self.now()
         keys = RunKeys.load(run.keys)
         self._listener = await Listener.open(keys, msg.Up, epoch=self._lease.epoch, host=self._host)
         self._ear = Ear(
@@ -137,6 +141,7 @@ class Manager:
                 if task.done():
                     task.result()
             self._wake.clear()
+            self._notice_own_pause()
             look_again = self._detect()
             wake, over = await self._act()
             if over:
@@ -151,6 +156,15 @@ class Manager:
         self.record(ev.ManagerStopped(self._leaving))
         await self._flush()
         return None
+
+    def _notice_own_pause(self) -> None:
+        """A manager that was itself frozen cannot tell the world's silence from its own: everything counts anew."""
+        now = self.now()
+        if now - self._turned > self.state.job.limits.silence / 2:
+            self._watch.restart(now)
+        self._turned = now
+        for node in set(self._watch.nodes) - set(self.state.nodes):
+            self._watch.forget_node(node)
 
     def _detect(self) -> float:
         """Findings that changed become events; what is no longer found is OK again. Returns when to look again."""
@@ -287,7 +301,10 @@ class Manager:
         return write_launch(self._run_dir, self.state, action, job_dir_of(self._source))
 
     def _step_spoke(self, tag: str) -> None:
-        asyncio.create_task(self._cluster.joined(tag)).add_done_callback(_logged)
+        task = asyncio.create_task(self._cluster.joined(tag))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_logged)
 
     async def _tell_step(self, action: StopStep, patience: float) -> bool:
         """Ask the step's first process itself; True once it has ended."""

@@ -6,6 +6,7 @@ No torch here: any trainer's files, in any format. Only what a manifest names is
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,19 +17,28 @@ class DamagedCheckpoint(Exception):
     """The files are not those that were committed: one is missing, or its bytes are others."""
 
 
-def folder_name(number: int, incarnation: int, attempt: int) -> str:
-    """Of one attempt of one life at step ``number``. Never used twice: a checkpoint written over another one mixes old
-    and new values without an error (measured)."""
-    return f"{number:08}-{incarnation}-{attempt}"
+def fresh_folder(checkpoints: Path, number: int, incarnation: int) -> Path:
+    """Make the folder of one attempt at step ``number``: ``step-<number>.<incarnation>.<attempt>``, empty.
+
+    Never an existing one: a checkpoint written over another one mixes old and new values without an error (measured).
+    """
+    for attempt in itertools.count():
+        folder = checkpoints / f"step-{number}.{incarnation}.{attempt}"
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError
 
 
 def incarnation_of(folder: str) -> int | None:
-    """Which life made a folder of this name; None for a name that is not :func:`folder_name`'s."""
-    match = re.fullmatch(r"\d{8,}-(\d+)-\d+", folder)
+    """Which life made a folder of this name; None for a name that is not :func:`fresh_folder`'s."""
+    match = re.fullmatch(r"step-\d+\.(\d+)\.\d+", folder)
     return int(match[1]) if match else None
 
 
-def manifest_of(run_dir: Path, files: Iterable[Path]) -> dict[str, Any]:
+def describe(run_dir: Path, files: Iterable[Path]) -> dict[str, Any]:
     """``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``.
 
     All files of one folder. Raises ValueError when there are none, in more than one folder, or outside the run.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rrl.roles.trajectories.client import TrajectoryClient
+from rrl.roles.trajectories.client import TrajectoryClient, store_address
 from rrl.spec.launch import Launch
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import NodeName, ReplicaId, Version
@@ -33,7 +33,6 @@ TOLD_AFTER = 0.25
 """s that a phase must last before it is told by itself; shorter ones are only seen by the next beat"""
 WELCOME_BY = 60.0
 """s for a manager to welcome a worker: longer than a manager's restart"""
-STORE = ReplicaId("trajectories/0")
 
 T = TypeVar("T")
 
@@ -189,8 +188,7 @@ class Link:
         return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
 
     def _find_store(self) -> Address | None:
-        peer = self.peers.peers.get(STORE) if self.peers else None
-        return None if peer is None or peer.listens is None else Address(peer.life.incarnation, peer.listens)
+        return store_address(self.peers)
 
     async def _listen(self) -> None:
         while True:

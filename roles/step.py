@@ -85,7 +85,7 @@ async def _until_ended(first: FirstProcess, command: ProcessGroup) -> None:
     """Returns when the command has ended; once there is a reason to leave: SIGTERM, the grace, SIGKILL."""
     command.ended.add_done_callback(lambda _: first.news.set())
     await first.until(command.ended.done)
-    if not command.ended.done():
+    if not command.ended.done() and first.by > asyncio.get_running_loop().time():
         command.kill(SIGTERM)
     while not command.ended.done():
         first.news.clear()

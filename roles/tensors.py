@@ -6,6 +6,7 @@ converted on the way. A tied tensor travels under each of its names, so that nob
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -28,16 +29,16 @@ def pack(tensors: Mapping[str, Tensor]) -> list[PackedTensor]:
             what = f"{tensor.layout}, {tensor.dtype}"
             raise ValueError(f"{name}: only dense, unquantised tensors can be sent, not {what}")
         # As bytes before numpy sees it: numpy has no bfloat16.
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        packed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(content)))
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        packed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), content))
     return packed
 
 
 def unpack(specs: Iterable[TensorSpec], flat: memoryview) -> Iterator[tuple[str, Tensor]]:
     """The tensors, as views of ``flat`` where they lie aligned in it, else as copies.
 
-    A view is as good as the memory under it, and must not be written to. Raises ValueError when a dtype is not torch's
-    or a tensor does not lie within ``flat``.
+    A view is as good as the memory under it, and must not be written to. Raises ValueError when a dtype is not torch's,
+    its size is not that of the shape, or a tensor does not lie within ``flat``.
     """
     flat = flat.cast("B")
     for each in specs:
@@ -48,15 +49,13 @@ def unpack(specs: Iterable[TensorSpec], flat: memoryview) -> Iterator[tuple[str,
 
 
 def _tensor(spec: TensorSpec, dtype: torch.dtype, flat: memoryview) -> Tensor:
-    count = 1
-    for length in spec.shape:
-        count *= length
-    end = spec.offset + count * dtype.itemsize
-    if spec.offset < 0 or min(spec.shape, default=0) < 0 or end > len(flat):
-        raise ValueError(f"{spec.name}: bytes {spec.offset} to {end} are not within {len(flat)}")
-    if count == 0:
+    if min(spec.shape, default=0) < 0 or math.prod(spec.shape) * dtype.itemsize != spec.nbytes:
+        raise ValueError(f"{spec.name}: {spec.shape} of {spec.dtype} does not take {spec.nbytes} bytes")
+    if not 0 <= spec.offset <= len(flat) - spec.nbytes:
+        raise ValueError(f"{spec.name}: {spec.nbytes} bytes from {spec.offset} are not within {len(flat)}")
+    if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=dtype)
-    place = flat[spec.offset : end]
+    place = flat[spec.offset : spec.offset + spec.nbytes]
     with warnings.catch_warnings():  # torch warns of views of read-only memory, which is what a received version is
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         aligned = torch.frombuffer(place, dtype=torch.uint8).data_ptr() % dtype.itemsize == 0

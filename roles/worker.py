@@ -8,7 +8,9 @@ talking (:mod:`rrl.roles.link`), so that beats go on while the role computes.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,10 +56,13 @@ class Work:
         self._link = link
         self.items = items
 
-    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> None:
-        """Add tokens to trajectories; ``finished`` are complete now. Durable when it returns; that is the progress."""
-        self._link.call(self._link.store.append(tuple(segments), tuple(finished)))
+    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+        """Add tokens to trajectories; ``finished`` are complete now. Durable when it returns; that is the progress.
+
+        Returns the trajectories that are no longer this life's: stop working on them."""
+        lost = self._link.call(self._link.store.append(segments, finished))
         self._link.progress(sum(len(segment.tokens) for segment in segments))
+        return lost
 
 
 class Scoring:
@@ -67,9 +72,11 @@ class Scoring:
         self._link = link
         self.items = items
 
-    def post(self, scores: Sequence[Score]) -> None:
-        self._link.call(self._link.store.post_scores(tuple(scores)))
-        self._link.progress(len(scores))
+    def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
+        """Durable when it returns. ``failed``: trajectories that cannot be scored, and why; they are dropped, never
+        scored zero."""
+        self._link.call(self._link.store.post_scores(scores, failed))
+        self._link.progress(len(scores) + len(failed or {}))
 
 
 class Worker:
@@ -91,6 +98,8 @@ class Worker:
         self._manifest: dict[str, Any] | None = None
 
     def __enter__(self) -> Worker:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
         self._link.start()
         return self
 
@@ -119,9 +128,9 @@ class Worker:
         self._link.progress(units)
 
     @property
-    def stopping(self) -> bool:
-        """The manager asked this role to finish what is in hand and leave."""
-        return self._link.stopping.is_set()
+    def stopping(self) -> threading.Event:
+        """Set once this role is asked (by the manager, or by SIGTERM) to finish what is in hand and leave."""
+        return self._link.stopping
 
     @property
     def host(self) -> str:
@@ -161,7 +170,7 @@ class Worker:
             batch = None
             with self.phase("wait_data"):
                 while batch is None:
-                    if self.stopping:
+                    if self.stopping.is_set():
                         return
                     batch = self._link.call(self._link.store.batch(number, PATIENCE))
             self._binding = batch
@@ -215,18 +224,18 @@ class Worker:
         a complete version is here."""
         with self.phase("wait_weights"):
             while self._link.wait_version(PATIENCE) is None:
-                if self.stopping:
+                if self.stopping.is_set():
                     return
-        while not self.stopping:
+        while not self.stopping.is_set():
             with self.phase("wait_work"):
-                items = self._link.call(self._link.store.lease_work(at_most, PATIENCE))
+                items = self._link.call(self._link.store.lease(at_most, PATIENCE))
             if items:
                 yield Work(self._link, items)
 
     # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def scoring(self, at_most: int = 256) -> Iterator[Scoring]:
         """Complete trajectories to score, again and again; ends when asked to stop."""
-        while not self.stopping:
+        while not self.stopping.is_set():
             with self.phase("wait_work"):
                 items = self._link.call(self._link.store.lease_scoring(at_most, PATIENCE))
             if items:

@@ -61,7 +61,7 @@ def _sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int
 _Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 """A list of strings; TOML has lists where Python has tuples, hence not strict itself."""
 _Time = Annotated[Duration, Field(gt=0)]
-_Count = Annotated[int, Field(ge=1, le=10_000)]
+_Count = Annotated[int, Field(ge=1, le=4096)]
 
 
 class RunTable(_Table):
@@ -84,7 +84,7 @@ class ClusterTable(_Table):
     kind: Literal["local", "slurm"] = "local"
     form: Literal["pool"] = "pool"
     """one allocation over all nodes plus spares (docs/architecture.md)"""
-    spares: Annotated[int, Field(ge=0, le=10_000)] = 1
+    spares: Annotated[int, Field(ge=0, le=4096)] = 1
     """nodes held ready beyond what the roles need"""
     node: NodeTable = NodeTable()
     walltime: _Time = 86400.0

@@ -253,7 +253,7 @@ def _tables(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[KeyPath, ty
     yield path, model
     for name, field in model.model_fields.items():
         if (inner := _model_in(field.annotation)) is not None:
-            yield from _tables(inner, (*path, name))
+            yield from _tables(inner, (*path, name) if inner is field.annotation else (*path, name, 0))
 
 
 def _required(model: type[BaseModel], path: KeyPath) -> Iterator[KeyPath]:

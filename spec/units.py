@@ -29,8 +29,9 @@ def seconds(text: str) -> float:
 
 def size(text: str) -> int:
     """``"16GiB"``, ``"512MiB"`` in bytes. Raises ValueError with what would be right."""
-    if (match := re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([KMGT]?i?B)", text.strip())) and match[2] in _BYTES:
-        nbytes = int(float(match[1]) * _BYTES[match[2]])
+    if (match := re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([KMGT]?i?B)", text.strip())) and match[2] in _BYTES:
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        nbytes = int(number * _BYTES[match[2]])
         if nbytes < 2**63:
             return nbytes
     raise ValueError(f'{text!r} is not a size; write for example "16GiB" or "512MiB"')
@@ -60,7 +61,25 @@ def _size(value: object) -> object:
     raise ValueError(f'a size needs a unit; write for example "{value}MiB"')
 
 
-Duration = Annotated[float, BeforeValidator(_duration)]
+def duration_text(duration: float) -> str:
+    """Seconds as job.toml has them, in the largest unit that divides them."""
+    for unit, length in reversed(_SECONDS.items()):
+        if length >= 1 and duration and duration % length == 0:
+            return f"{duration / length:.0f}{unit}"
+    return f"{duration:.9f}".rstrip("0").rstrip(".") + "s"
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes as job.toml has them, in the largest unit that divides them."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes and nbytes % _BYTES[unit] == 0:
+            return f"{nbytes // _BYTES[unit]}{unit}"
+    return f"{nbytes}B"
+
+
+DURATION = BeforeValidator(_duration)
+SIZE = BeforeValidator(_size)
+Duration = Annotated[float, DURATION]
 """Seconds in Python, a string with its unit in TOML."""
-Size = Annotated[int, BeforeValidator(_size)]
+Size = Annotated[int, SIZE]
 """Bytes in Python, a string with its unit in TOML."""

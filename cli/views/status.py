@@ -10,13 +10,12 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from rrl.cli.views.figures import bar, curve, folded, number, span
 from rrl.manager.cluster import NodeState
-from rrl.manager.state import Node, Replica, State, Status, finding_about, workers
+from rrl.manager.state import Node, Replica, State, Status, workers
 from rrl.spec.phases import phase
 from rrl.spec.words import AGENT, Finding, Outcome, Verdict
 
@@ -35,7 +34,7 @@ _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 def status_view(state: State, now: float, width: int = 100, note: str = "") -> RenderableType:
     """The whole picture of a run. ``now``: wall clock (s); ``note``: something to add about its manager."""
     until = now if state.ended is None else state.ended
-    parts: list[RenderableType] = [Text.assemble(*_title(state, until), overflow="ellipsis", no_wrap=True)]
+    parts: list[RenderableType] = [Text.assemble(*_title(state, until, width), overflow="ellipsis", no_wrap=True)]
     parts.append(_facts(state, now, width, note))
     if state.outcome is None:
         parts += [Text(), _replicas(state, until, width)]
@@ -46,13 +45,26 @@ def status_view(state: State, now: float, width: int = 100, note: str = "") -> R
     return Group(*parts)
 
 
+def one_line(state: State, silent: bool = False) -> str:
+    """The same for a log: where the run stands, and who is not at work."""
+    parts = [f"{state.run}: {standing(state)[0]}", f"step {state.step}/{state.job.steps}"]
+    if state.last_rewards:
+        parts.append(f"reward {number(state.last_rewards[-1])}")
+    if state.outcome is None:
+        parts += [f"{replica.life} {replica.status.value}" for replica in workers(state)
+                  if replica.status is not Status.JOINED][:CROWD]  # fmt: skip
+    if silent:
+        parts.append("its manager is silent")
+    return ", ".join(parts)
+
+
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _title(state: State, until: float) -> Iterator[tuple[str, str] | str]:
+def _title(state: State, until: float, width: int) -> Iterator[tuple[str, str] | str]:
     word, colour = standing(state)
     yield (state.run, "bold")
     yield "  "
     yield (f"● {word}", colour)
-    full, empty = bar(state.step, state.job.steps, 24)
+    full, empty = bar(state.step, state.job.steps, 24 if width >= NARROW else 10)
     yield f"   step {state.step}/{state.job.steps} "
     yield (full, "green" if state.outcome in (None, Outcome.COMPLETED) else "yellow")
     yield (empty, "bright_black")
@@ -67,8 +79,9 @@ def standing(state: State) -> tuple[str, str]:
         return f"ending ({state.verdict.outcome.value})", _OUTCOME[state.verdict.outcome]
     if not any(allocation.running for allocation in state.allocations.values()):
         return "waiting for nodes", "yellow"
-    if any(replica.status is not Status.JOINED for replica in workers(state)):
-        return ("recovering" if state.recoveries else "starting"), "cyan"
+    failing = any(finding.verdict is Verdict.FAIL for finding in state.findings.values())
+    if failing or any(replica.status is not Status.JOINED for replica in workers(state)):
+        return ("recovering" if failing or state.recoveries else "starting"), "cyan"
     return "running", "green"
 
 
@@ -89,7 +102,7 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         facts.add_row("manager", Text(note, "red") if note else manager)
     if state.why and state.outcome is not None:
-        facts.add_row("because", escape(state.why))
+        facts.add_row("because", state.why)
     return facts
 
 
@@ -123,7 +136,10 @@ def _node_trouble(node: Node) -> str:
 
 # ── replicas ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def _replicas(state: State, now: float, width: int) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, header_style="bright_black", expand=True)
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False, expand=True,
+        header_style="bright_black",
+    )  # fmt: skip
     table.add_column("replica", no_wrap=True)
     table.add_column("life", justify="right", no_wrap=True)
     table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=16 if width >= NARROW else 10)
@@ -142,7 +158,8 @@ def _replicas(state: State, now: float, width: int) -> RenderableType:
 
 
 def _unusual(state: State, replica: Replica) -> bool:
-    return replica.status is not Status.JOINED or bool(replica.failures) or finding_about(state, replica.life) is not None
+    found = any(finding.life == replica.life for finding in state.findings.values())
+    return found or replica.status is not Status.JOINED or bool(replica.failures)
 
 
 def _crowd(replicas: list[Replica]) -> str:
@@ -174,7 +191,7 @@ def _doing(replica: Replica) -> tuple[str, str, float]:
 def _remark(state: State, replica: Replica, now: float) -> Text:
     finding = next((f for f in state.findings.values() if f.life == replica.life), None)
     if finding is not None:
-        return Text(_told(finding), _VERDICT.get(finding.verdict, "white"))
+        return Text(f"{finding.verdict.value} {_named(finding)}", _VERDICT.get(finding.verdict, "white"))
     if replica.status is Status.WANTED and replica.not_before > now:
         return Text(f"starts in {span(replica.not_before - now + 1)}", "yellow")
     if replica.waits_for is not None:
@@ -184,22 +201,23 @@ def _remark(state: State, replica: Replica, now: float) -> Text:
 
 # ── findings and failures ──────────────────────────────────────────────────────────────────────────────────────────
 def _findings(state: State, now: float) -> RenderableType | None:
-    nodes = [finding for finding in state.findings.values() if finding.node is not None]
-    if not nodes:
+    """Everything that is found wrong at this moment, newest first."""
+    if not state.findings:
         return None
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True)
+    for _ in range(3):
+        grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
-    for finding in sorted(nodes, key=lambda f: -f.since):
+    for finding in sorted(state.findings.values(), key=lambda f: -f.since)[:CROWD]:
         verdict = Text(f"! {finding.verdict.value}", _VERDICT.get(finding.verdict, "white"))
-        grid.add_row(verdict, str(finding.node), f"{_told(finding)} ({span(now - finding.since)} ago)")
+        evidence = "; ".join(one.text for one in finding.evidence)
+        ago = f"{span(now - finding.since)} ago"
+        grid.add_row(verdict, str(finding.life or finding.node), ago, f"{_named(finding)}: {evidence}")
     return grid
 
 
-def _told(finding: Finding) -> str:
-    evidence = "; ".join(one.text for one in finding.evidence)
-    return f"{finding.detector.replace('_', ' ')}: {evidence}" if evidence else finding.detector.replace("_", " ")
+def _named(finding: Finding) -> str:
+    return finding.detector.replace("_", " ")
 
 
 def _failures(state: State, now: float) -> RenderableType | None:

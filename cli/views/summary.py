@@ -18,8 +18,9 @@ _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "tota
 def summary_view(summary: dict[str, Any]) -> RenderableType:
     """``summary``: the decoded summary.json (:class:`rrl.manager.ledger.Summary`); fields that it lacks are dashes."""
     outcome = str(summary.get("outcome", "unknown"))
-    title = Text.assemble((str(summary.get("run", "run")), "bold"), "  ", (f"● {outcome}", _COLOUR.get(outcome, "white")))
-    title.append(f"   {summary.get('steps', 0)} steps in {span(summary.get('run_seconds') or 0)}")
+    title = Text(str(summary.get("run", "run")), "bold")
+    title.append(f"  ● {outcome}", _COLOUR.get(outcome, "white"))
+    title.append(f"   {summary.get('steps', 0)} steps in {span(summary.get('run_seconds') or 0)}", "none")
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bright_black", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -29,22 +30,34 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
     facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
     recoveries = summary.get("recoveries") or []
-    facts.add_row("faults", f"{summary.get('faults', 0)} injected, {len(recoveries)} recoveries")
+    facts.add_row("faults", f"{summary.get('faults', 0)} injected; {len(recoveries)} recovered from")
     facts.add_row("in", Text(str(summary.get("run_dir", ""))))
-    return Group(title, facts, *([Text(), _recoveries(recoveries)] if recoveries else []))
+    return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
 
 
-def _recoveries(recoveries: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, header_style="bright_black", expand=True)
+def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
+    """The stage times of each recovery, and below them why each was needed."""
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
+        header_style="bright_black",
+    )  # fmt: skip
+    causes = Table.grid(padding=(0, 2))
     table.add_column("recovered", no_wrap=True)
     for name in _STAGES:
         table.add_column(name.removesuffix("_s").replace("_", " "), justify="right", no_wrap=True)
-    table.add_column("cause", ratio=1, no_wrap=True, overflow="ellipsis")
+    causes.add_column(no_wrap=True)
+    causes.add_column(no_wrap=True, overflow="ellipsis")
     for one in recoveries:
         who = f"{one.get('replica')}#{one.get('incarnation')}"
-        cause = ("injected; " if one.get("injected") else "") + str(one.get("cause", ""))
-        table.add_row(who, *(stage(one.get(name)) for name in _STAGES), Text(cause, "bright_black"))
-    return table
+        table.add_row(who, *(stage(one.get(name)) for name in _STAGES))
+        causes.add_row(Text(f"↻ {who}", "yellow"), Text(_told(one)))
+    return Group(table, Text(), causes)
+
+
+def _told(one: dict[str, Any]) -> str:
+    before, after = one.get("node_before") or "?", one.get("node_after") or "?"
+    where = f"on {after}" if before == after else f"{before} → {after}"
+    return f"{one.get('rung', '')} {where}; {'injected; ' if one.get('injected') else ''}{one.get('cause', '')}"
 
 
 def _share(value: float | None) -> str:

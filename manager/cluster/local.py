@@ -239,10 +239,13 @@ async def _ended(process: Process, within: float) -> None:
     if fd is None:
         return
     loop = asyncio.get_running_loop()
-    over = loop.create_future()
-    loop.add_reader(fd, lambda: over.done() or over.set_result(None))
+    over = asyncio.Event()
+    loop.add_reader(fd, over.set)
     try:
-        await asyncio.wait([over], timeout=within)
+        async with asyncio.timeout(within):
+            await over.wait()
+    except TimeoutError:
+        pass
     finally:
         loop.remove_reader(fd)
         os.close(fd)

@@ -6,15 +6,22 @@ weights at once, and is given the batches after it: the same ones, if its predec
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import torch
 
 import rrl
 from rrl.roles.model import ModelSpec, build_model
+from rrl.roles.tasks import load_task
 from rrl.roles.tensors import pack
-from rrl.roles.tokenizer import Tokenizer
+from rrl.roles.tokenizer import EOS, Tokenizer
 from rrl.roles.trainer.checkpoint import Checkpoints
-from rrl.roles.trainer.learner import Learner, LearnerSettings
+from rrl.roles.trainer.learner import Example, Learner, LearnerSettings
+
+_APART = 10_000
+"""between the task's seeds of warm start and run: no two runs of a study are so far apart, and datasets' seeds, which
+are a multiple of it, stay below the 2**32 that some generators take"""
 
 
 def main() -> None:
@@ -23,7 +30,7 @@ def main() -> None:
         checkpoints = Checkpoints(me.run_dir, me.launch.life.incarnation, me.settings["keep_checkpoints"])
         if me.committed_manifest is None:
             with me.phase("train"):
-                learner.warm_start(_warm_start_examples(me.job, me.settings))
+                learner.warm_start(_examples(me))
         else:
             with me.phase("checkpoint"):
                 learner.restore(checkpoints.read(me.committed_manifest))
@@ -51,6 +58,18 @@ def _learner(me: rrl.Worker) -> Learner:
         steps=me.job["run"]["steps"],
         temperature=me.job["sampling"]["temperature"],
     )
+
+
+def _examples(me: rrl.Worker) -> Iterator[list[Example]]:
+    """Batches of prompts with their right answers: other items than any that the policy will be asked."""
+    steps, size = me.settings["warm_start_steps"], me.settings["warm_start_batch"]
+    if not steps:
+        return
+    tokenizer = Tokenizer(me.job["model"]["tokenizer"])
+    task = load_task(me.job["task"], me.job["run"]["seed"] + _APART, tokenizer)
+    for step in range(steps):
+        items = range(step * size, (step + 1) * size)
+        yield [(tokenizer.encode(task.prompt(i)), (*tokenizer.encode(task.answer(i)), EOS)) for i in items]
 
 
 if __name__ == "__main__":

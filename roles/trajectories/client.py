@@ -62,6 +62,7 @@ def store_address(peers: Peers | None, role: str = "trajectories") -> Address | 
 class TrajectoryClient:
     """The store, asked as ``life``. Belongs to the asyncio loop in which it is made; :meth:`run` is its task.
 
+
     Every method raises TimeoutError when the store does not answer within ``patience`` s (beyond a ``wait``),
     Fenced when this life must leave, and Refused for any other denial.
     """
@@ -72,8 +73,6 @@ class TrajectoryClient:
         self._life = life
         self._patience = patience
         self._dialer = Dialer(keys, Answer, find_store)
-        self._writing: set[int] = set()
-        self._scoring: set[int] = set()
 
     async def run(self) -> None:
         """Find the store, lose it, find it again; until closed or cancelled."""
@@ -82,12 +81,12 @@ class TrajectoryClient:
     async def close(self) -> None:
         await self._dialer.close()
 
-    async def lease(self, at_most: int, wait: float = 1.0) -> tuple[Item, ...]:
-        """Up to ``at_most`` trajectories beyond those in hand; none when there is no work within ``wait`` s."""
-        answer = await self._ask(LeaseWork(self._life, at_most, wait, tuple(sorted(self._writing))), wait)
-        items = answer.items if isinstance(answer, Leased) else ()
-        self._writing.update(item.trajectory for item in items)
-        return items
+    async def lease(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[Item, ...]:
+        """Up to ``at_most`` trajectories; none when there is no work within ``wait`` s.
+
+        What was leased before is given again, as far as it is not finished and not in ``holding``."""
+        answer = await self._ask(LeaseWork(self._life, at_most, wait, tuple(holding)), wait)
+        return answer.items if isinstance(answer, Leased) else ()
 
     async def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Durable when it returns. Returns the trajectories that are not ours any more: stop working on them."""
@@ -101,22 +100,20 @@ class TrajectoryClient:
             if not answer.lost:
                 self._raise(answer)
             lost.update(answer.lost)
-        self._writing -= lost.union(finished)
         return tuple(sorted(lost))
 
-    async def lease_scoring(self, at_most: int, wait: float = 1.0) -> tuple[ToScore, ...]:
-        """Up to ``at_most`` complete trajectories to score, beyond those in hand."""
-        answer = await self._ask(LeaseScoring(self._life, at_most, wait, tuple(sorted(self._scoring))), wait)
-        items = answer.items if isinstance(answer, Scoring) else ()
-        self._scoring.update(item.trajectory for item in items)
-        return items
+    async def lease_scoring(
+        self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()
+    ) -> tuple[ToScore, ...]:
+        """Up to ``at_most`` complete trajectories to score; ``holding`` as in :meth:`lease`."""
+        answer = await self._ask(LeaseScoring(self._life, at_most, wait, tuple(holding)), wait)
+        return answer.items if isinstance(answer, Scoring) else ()
 
     async def post_scores(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
-        """Durable when it returns. ``failed``: what cannot be scored, and why."""
+        """Durable when it returns. ``failed``: what cannot be scored, and why; its group is dropped."""
         answer = await self._until_judged(PostScores(self._life, tuple(scores), failed or {}))
         if isinstance(answer, Denied):
             self._raise(answer)
-        self._scoring.difference_update([score.trajectory for score in scores], failed or {})
 
     async def batch(self, number: int, wait: float = 5.0) -> Batch | None:
         """The batch of step ``number``; None when there is none within ``wait`` s."""

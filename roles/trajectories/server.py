@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import msgspec
 
@@ -29,6 +28,7 @@ from rrl.roles.trajectories.types import (
     Request,
     Scoring,
 )
+from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life
 from rrl.transport.control import Incoming, Listener
 from rrl.transport.messages import Peers
@@ -52,6 +52,10 @@ def answer(store: Store, request: Request) -> Answer:
             return store.committed(life)
 
 
+_LOOK = 0.2
+"""s between two looks whether the manager asked us to stop"""
+
+
 class _Parked(msgspec.Struct):
     """A request that could not be served yet, and until when it waits."""
 
@@ -62,14 +66,13 @@ class _Parked(msgspec.Struct):
 class Server:
     """Serves ``store`` at ``listener``. All methods belong to one asyncio loop.
 
-    ``done`` is told after each round how many requests were answered in all.
+    ``done`` is told after each round how many requests it answered.
     """
 
     def __init__(self, store: Store, listener: Listener, done: Callable[[int], None] = lambda _: None) -> None:
         self._store = store
         self._listener = listener
         self._done = done
-        self._answered = 0
         self._arrived: list[Incoming] = []
         self._parked: list[_Parked] = []
         self._woken = asyncio.Event()
@@ -98,7 +101,8 @@ class Server:
 
     async def _read(self) -> None:
         while True:
-            self._arrived.append(await self._listener.receive())
+            incoming = await self._listener.receive()  # first: the list may be another one after the wait
+            self._arrived.append(incoming)
             self._woken.set()
 
     async def _wait(self, reading: asyncio.Task[None]) -> None:
@@ -127,17 +131,16 @@ class Server:
         self._store.flush()
         for incoming, said in answers:
             await self._listener.send(incoming.peer, said, incoming.ask)
-        self._answered += len(answers)
-        self._done(self._answered)
+        self._done(len(answers))
 
 
 def _living(peers: Peers) -> frozenset[Life]:
     return frozenset(peer.life for peer in peers.peers.values())
 
 
-def _prompts(job: dict[str, Any]) -> Callable[[int], Prompt]:
-    tokenizer = Tokenizer.of(job["model"]["tokenizer"])
-    task = load_task(job["task"], job["run"]["seed"], tokenizer)
+def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
+    tokenizer = Tokenizer(me.job["model"]["tokenizer"])
+    task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
     return lambda index: Prompt(index, tokenizer.encode(task.prompt(index)))
 
 
@@ -149,7 +152,7 @@ def _open_store(me: rrl.Worker) -> Store:
         groups_per_batch=sampling["prompts_per_step"],
         max_ahead_batches=sampling["ahead"],
         max_new_tokens=sampling["max_new_tokens"],
-        next_prompt=_prompts(me.job),
+        next_prompt=_prompts(me),
     )
 
 
@@ -158,22 +161,24 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
     listener = await Listener.open(me.keys, Request, epoch=me.launch.life.incarnation, host=me.host)
     server = Server(store, listener, me.progress)
 
-    def in_loop(call: Callable[..., None], *words: Any) -> None:
+    def heard(peers: Peers) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is served any more
-            loop.call_soon_threadsafe(call, *words)
+            loop.call_soon_threadsafe(server.peers, _living(peers))
 
-    def wait_for_stop() -> None:
-        me.stopping.wait()
-        in_loop(server.stop)
+    async def watch() -> None:
+        while not me.stopping.is_set():
+            await asyncio.sleep(_LOOK)
+        server.stop()
 
+    watching = asyncio.create_task(watch())
     try:
-        me.on_peers(lambda peers: in_loop(server.peers, _living(peers)))
         if me.peers is not None:
             server.peers(_living(me.peers))
-        threading.Thread(target=wait_for_stop, daemon=True).start()
+        me.on_peers(heard)
         me.announce(listens=listener.endpoint)
         await server.run()
     finally:
+        watching.cancel()
         await listener.close()
 
 
@@ -182,9 +187,9 @@ def main() -> None:
         store = _open_store(me)
         with me.phase("serve"):
             asyncio.run(_serve(me, store))
-        if store.state.committed >= me.job["run"]["steps"]:
+        if store.audit().committed >= me.job["run"]["steps"]:
             store.end("the run is complete")
-        (me.run_dir.store / "audit.json").write_bytes(msgspec.json.encode(store.audit()))
+        write_atomically(me.run_dir.store / "audit.json", msgspec.json.encode(store.audit()))
         store.close()
 
 

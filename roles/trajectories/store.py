@@ -8,7 +8,7 @@ as in docs/architecture.md, "Exactly once".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -231,28 +231,28 @@ class Store:
         return Scoring(tuple(as_to_score(track) for track in tracks))
 
     def post_scores(
-        self, life: Life, scores: Sequence[Score], failed: dict[int, str] | None = None
+        self, life: Life, scores: Sequence[Score], failed: Mapping[int, str] | None = None
     ) -> Done | Denied | NotYet:
         """The first score of a trajectory stands; one of a trajectory that is no more is ignored."""
         if no := self._not_a_worker(life):
             return no
-        known = {score.trajectory: score for score in reversed(scores) if score.trajectory in self._state.tracks}
-        if any(not self._state.tracks[trajectory].finished for trajectory in known):
+        tracks = self._state.tracks
+        said = {score.trajectory: score for score in reversed(scores) if score.trajectory in tracks}
+        if not all(tracks[trajectory].finished for trajectory in said):
             return Denied("a score of an unfinished trajectory")
-        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in known.values()):
-            return Denied("a score that is not finite; say it as failed")
-        fresh = [score for score in known.values() if self._state.tracks[score.trajectory].score is None]
+        if not all(math.isfinite(score.reward) and math.isfinite(score.training) for score in said.values()):
+            return Denied("a score that is not finite; say why it failed instead")
+        fresh = tuple(score for score in said.values() if tracks[score.trajectory].score is None)
         if fresh:
-            self._durable.write(Scored(tuple(fresh)))
+            self._durable.write(Scored(fresh))
         for score in fresh:
             self._scoring.release(score.trajectory)
-        for group in {self._state.tracks[score.trajectory].group for score in fresh}:
+        for group in {tracks[score.trajectory].group for score in fresh}:
             if not group.unscored:
                 heappush(self._ready, group.made.group)
         for trajectory, why in (failed or {}).items():
-            track = self._state.tracks.get(trajectory)
-            if track is not None and track.score is None:
-                self._drop(track.group, why)
+            if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
+                self._drop(tracks[trajectory].group, why)
         return Done()
 
     def _drop(self, group: Group, reason: str) -> None:

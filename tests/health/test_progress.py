@@ -9,7 +9,7 @@ import pytest
 from rrl.health.progress import PROGRESS_DETECTORS
 from rrl.spec.jobview import Limits
 from rrl.spec.phases import PHASES
-from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.spec.words import Cause, Life, NodeName, Remedy
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
 
 
@@ -322,13 +322,13 @@ def test_a_restart_gives_full_grace_and_judges_nothing_from_before() -> None:
     assert trace.found() == {
         fail("worker_silence", ROLLOUTS[0]), fail("no_progress", ROLLOUTS[1]), fail("node_down", "n2")
     }  # fmt: skip
-    trace.watch.restart(trace.now)
+    trace.restart()
     began = trace.now
     assert trace.found() == set()
     trace.play(59)
     assert trace.found() == set()
     trace.play(LIMITS.join - 59)
-    assert trace.found(before(began + LIMITS.join)) == {fail("no_progress", ROLLOUTS[1])}  # of what was seen since
+    assert trace.found(before(began + LIMITS.join)) == {fail("no_progress", ROLLOUTS[1])}, "seen since the restart"
     assert trace.found() == {
         fail("never_joined", ROLLOUTS[0]), fail("no_progress", ROLLOUTS[1]), fail("node_lost", "n2"),
     }  # fmt: skip
@@ -339,10 +339,3 @@ def test_proof_outlives_a_restart() -> None:
     trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
     trace.watch.restart(trace.now + 5)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
-
-
-def test_a_rollout_may_wait_for_an_agentless_command_of_any_name() -> None:
-    other = Life(ReplicaId("judge/0"), 1)
-    trace = Trace().node("n1", other, phase="score")
-    trace.play(100)
-    assert trace.found() == set()

@@ -80,6 +80,14 @@ class Trace:
                 self.done[life] = self.done.get(life, 0) + 7
             self.watch.heard(life, seen.phase, self.done.get(life, 0), self.waiting.get(life), self.now)
 
+    def restart(self) -> None:
+        """A new manager; whoever is not silent says Hello to it."""
+        self.watch.restart(self.now)
+        for seen in self.watch.workers():
+            if seen.life not in self.silent:
+                assert seen.phase is not None
+                self.watch.joined(seen.life, seen.node, seen.phase, self.now)
+
     def found(self, at: float | None = None) -> set[Seen]:
         return brief(self.findings(at))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,14 @@ async def eventually(look: Callable[[], _T | None], what: str = "it") -> _T:
         assert asyncio.get_running_loop().time() < deadline, f"{what} did not come"
         await asyncio.sleep(0.01)
     return seen
+
+
+def until(look: Callable[[], bool]) -> None:
+    """:func:`eventually` for tests without a loop."""
+    deadline = time.monotonic() + PATIENCE
+    while not look():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Manager:

@@ -166,7 +166,8 @@ class SlurmLab:
 
     def _daemon(self, *argv: str) -> None:
         done = subprocess.run(
-            argv, env=self._env(), cwd=self.dir, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE
+            argv, env=self._env(), cwd=self.dir, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=_DEADLINE,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{' '.join(argv)} failed ({done.returncode}): {done.stderr.strip()}")
@@ -210,7 +211,7 @@ class SlurmLab:
         return self.slurm("squeue", "-h", "-o", "%i %j %T").splitlines()
 
     def clear(self, within: float = _DEADLINE) -> None:
-        """Cancel every job, start what crashed, and wait until every node is idle: a test leaves nothing to the next."""
+        """Cancel every job, start what crashed, wait until every node is idle: a test leaves nothing to the next."""
         if ids := [job.split()[0] for job in self.jobs()]:
             self.slurm("scancel", *ids)
         for node in self.nodes:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import Launch
+from rrl.spec.launch import LAUNCH_ENV, Launch
 from rrl.spec.processes import Process, look
 from rrl.tests.lab.first import Lab, Manager, eventually, lab
 from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected, StepExit, Stop
@@ -121,12 +121,32 @@ def test_a_step_that_left_its_record_is_not_called_gone(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
+def test_a_wrapper_on_the_way_to_a_first_process_is_not_swept(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            file = str(at.run.launch_file(at.launch(*SLEEP, replica="rollout/1").tag))
+            env = {"PATH": "/usr/bin:/bin", LAUNCH_ENV: file}
+            wrapper = await asyncio.create_subprocess_exec("sleep", "1001", env=env)
+            lost, _ = await here.step(*DAEMON)
+            await here.sees(lost)
+            os.kill(first_of(at, lost).pid, signal.SIGKILL)
+            await here.manager.hears(Gone)
+            await eventually(lambda: not at.processes(lost))
+            assert wrapper.returncode is None
+            wrapper.kill()
+            await wrapper.wait()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 def test_the_next_manager_hears_what_the_last_one_may_not_have(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             lost, _ = await here.step(*SLEEP)
             await here.sees(lost)
-        os.kill(first_of(at, lost).pid, signal.SIGKILL)
+            os.kill(first_of(at, lost).pid, signal.SIGKILL)
+            await here.manager.hears(Gone)
         async with at.manager(epoch=2) as second:
             await second.hears(AgentHello)
             assert (await second.hears(Gone)).tag == lost.tag
@@ -155,7 +175,8 @@ def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> Non
 @pytest.mark.parametrize("gone", ["summary", "folder"])
 def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_leaves(tmp_path: Path, gone: str) -> None:
     async def story(at: Lab) -> None:
-        async with node(at, "import rrl.roles.agent as a; a.RUN_OVER_FOR = 0.3") as here:
+        patch = "import rrl.roles.agent as a, rrl.roles.first as f; a.RUN_OVER_FOR = 0.3; f.LAST_WORDS = 0.1"
+        async with node(at, patch) as here:
             launch, _ = await here.step(*DAEMON)
             await here.sees(launch)
         if gone == "summary":

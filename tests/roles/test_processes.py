@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from rrl.roles.processes import Census, kill_group
 from rrl.spec.launch import LAUNCH_ENV
 from rrl.spec.processes import STEP_MODULE, Process, end, look, marks, processes, send, sweep
+from rrl.tests.lab.first import until
 
 
 @pytest.fixture
@@ -74,8 +74,7 @@ def test_a_sweep_ends_what_forks_while_it_is_swept(started: list[subprocess.Pope
     """Each lives 20 ms and then is another, in another session."""
     chain = "import os, time\nwhile True:\n    if os.fork():\n        time.sleep(0.02); os._exit(0)\n    os.setsid()\n"
     first = sleeper(started, sys.executable, "-c", chain, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
-    while look(first.pid) is not None:
-        os.sched_yield()
+    until(lambda: look(first.pid) is None)
     swept, left = sweep(lambda: processes(str(tmp_path)), within=20.0)
     assert swept
     assert not left
@@ -99,9 +98,7 @@ def test_a_group_is_signalled_whole_and_an_empty_one_is_no_error(started: list[s
     leader = sleeper(started, "sh", "-c", "sleep 1000 & echo; wait")
     assert kill_group(leader.group)
     started[0].wait()
-    while look(leader.pid) is not None:
-        os.sched_yield()
-    assert not kill_group(leader.group)
+    until(lambda: not kill_group(leader.group))
 
 
 def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
@@ -115,8 +112,7 @@ def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
     assert child.stdin is not None
     child.stdin.write(b"\n")
     child.stdin.close()
-    while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
-        os.sched_yield()
+    until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n")
     assert [process.pid for process in census.take()] == [child.pid]
 
 

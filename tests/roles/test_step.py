@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.launch import ExitRecord, Launch
-from rrl.spec.processes import Process, descendants, look
-from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.spec.launch import LAUNCH_ENV, ExitRecord, Launch
+from rrl.spec.processes import STEP_ENV, Process, descendants, look
+from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
 from rrl.transport.messages import Fenced, StepExit, Stop, Wanted
 
 SLEEP = ("sleep", "1000")
@@ -90,6 +90,24 @@ def test_daemons_of_the_role_end_with_it_even_without_their_environment(tmp_path
             await at.end_of(step)
             assert gone(marked)
             assert gone(bare)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_what_carries_the_mark_of_a_step_ends_with_it_wherever_it_hangs(tmp_path: Path) -> None:
+    """Started on the role's behalf by somebody who was there before."""
+
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            launch = at.launch(*SLEEP)
+            step = at.start(launch)
+            role = await command(at, launch)
+            marks = {"PATH": "/usr/bin:/bin", LAUNCH_ENV: role.launch, STEP_ENV: role.step}
+            helper = await asyncio.create_subprocess_exec("sleep", "1001", env=marks)
+            os.killpg(role.group, signal.SIGKILL)
+            await at.end_of(step)
+            assert await asyncio.wait_for(helper.wait(), PATIENCE) == -signal.SIGKILL
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -299,7 +317,8 @@ def test_another_lifes_orders_are_not_obeyed(tmp_path: Path) -> None:
             older = at.launch(*SLEEP, incarnation=0).life
             await manager.tell(launch.life, Fenced(older, "superseded"))
             await manager.tell(launch.life, Stop(launch.life, 5.0, "done"))
-            assert (await manager.hears(StepExit)).signal == signal.SIGTERM
+            told = await manager.hears(StepExit)
+            assert (told.signal, told.why) == (signal.SIGTERM, "asked")
             assert gone(role)
 
     with lab(tmp_path) as at:

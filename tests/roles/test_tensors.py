@@ -21,8 +21,8 @@ def _laid_out(packed: list[PackedTensor]) -> tuple[tuple[TensorSpec, ...], memor
     return specs, flat
 
 
-def _spec(dtype: str, shape: tuple[int, ...], offset: int) -> TensorSpec:
-    return TensorSpec("t", dtype, shape, offset, 0)
+def _spec(dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> TensorSpec:
+    return TensorSpec("t", dtype, shape, offset, nbytes)
 
 
 def _round_trip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def test_mixed_dtypes_are_read_without_a_copy() -> None:
 def test_a_misaligned_tensor_is_copied_rather_than_misread() -> None:
     values = torch.tensor([1.5, -2.0])
     flat = bytearray(b"x" + values.numpy().tobytes())
-    ((_, tensor),) = unpack([_spec("float32", (2,), 1)], memoryview(flat))
+    ((_, tensor),) = unpack([_spec("float32", (2,), 1, 8)], memoryview(flat))
     flat[1:] = bytes(8)
     assert torch.equal(tensor, values)
 
@@ -98,18 +98,20 @@ def test_a_misaligned_tensor_is_copied_rather_than_misread() -> None:
 def test_read_only_memory_is_read_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ((_, tensor),) = unpack([_spec("uint8", (2,), 1)], memoryview(b"abc"))
+        ((_, tensor),) = unpack([_spec("uint8", (2,), 1, 2)], memoryview(b"abc"))
     assert tensor.tolist() == [98, 99]
 
 
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (_spec("float99", (1,), 0), "no dtype 'float99'"),
-        (_spec("nn", (1,), 0), "no dtype 'nn'"),
-        (_spec("float32", (3,), 0), "not within 8"),
-        (_spec("float32", (1,), -4), "not within 8"),
-        (_spec("float32", (-1,), 4), "not within 8"),
+        (_spec("float99", (1,), 0, 4), "no dtype 'float99'"),
+        (_spec("nn", (1,), 0, 4), "no dtype 'nn'"),
+        (_spec("float32", (3,), 0, 12), "not within 8"),
+        (_spec("float32", (1,), 5, 4), "not within 8"),
+        (_spec("float32", (1,), -4, 4), "not within 8"),
+        (_spec("float32", (2,), 0, 4), "does not take 4"),
+        (_spec("float32", (-1, -1), 0, 4), "does not take 4"),
     ],
 )
 def test_a_description_that_cannot_be_right_is_refused(spec: TensorSpec, why: str) -> None:

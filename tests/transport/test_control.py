@@ -162,12 +162,13 @@ def test_closing_the_dialer_fails_its_open_asks_and_says_the_last_words() -> Non
             task = asyncio.create_task(dialer.run())
             asked = asyncio.create_task(dialer.ask(Ping(1), SOON))
             assert (await receive(listener)).message == Ping(1)
-            await dialer.send(Ping(2))
+            for n in range(20):  # more than leaves in the moment between send and close
+                await dialer.send(Ping(n, bytes(2**16)))
             await dialer.close()
             with pytest.raises(ConnectionError):
                 await asked
             await task
-            assert (await receive(listener)).message == Ping(2)
+            assert [(await receive(listener)).message.n for _ in range(20)] == list(range(20))
 
     run(test())
 
@@ -355,6 +356,7 @@ def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyP
 def test_a_listener_that_falls_silent_without_a_word_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_HEARTBEAT_MS", 100)
     monkeypatch.setattr(wire, "_SILENCE_MS", 1000)
+    monkeypatch.setattr(control, "LOOK_CONNECTED", 10 * SOON)  # so that only the silence can make it look
 
     async def test() -> None:
         async with listening(epoch=1) as first, listening(epoch=2) as second, Proxy(port_of(first)) as proxy:

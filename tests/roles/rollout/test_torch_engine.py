@@ -6,6 +6,7 @@ import torch
 from rrl.roles.model import build_model
 from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
+from rrl.roles.tokenizer import EOS
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.types import Batch, Item, Segment
 from rrl.spec.words import Life, ReplicaId, Version
@@ -103,8 +104,8 @@ def test_nothing_is_sampled_after_the_end_of_sequence() -> None:
     items = [_item(n, max_new=40) for n in range(32)]
     for segments in harness.roll_out(harness.engine(harness.learner()), items, Sampling(segment_tokens=7)).values():
         tokens = _tokens(segments)
-        assert harness.EOS not in tokens[:-1]
-        assert tokens[-1] == harness.EOS or len(tokens) == 40
+        assert EOS not in tokens[:-1]
+        assert tokens[-1] == EOS or len(tokens) == 40
 
 
 def test_each_trajectory_keeps_to_its_own_limit() -> None:
@@ -114,7 +115,7 @@ def test_each_trajectory_keeps_to_its_own_limit() -> None:
 
 
 def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment() -> None:
-    ended = _item(1, so_far=(4, harness.EOS), max_new=3)
+    ended = _item(1, so_far=(4, EOS), max_new=3)
     full = _item(2, so_far=(4, 5), max_new=0)
     rolled = harness.roll_out(harness.engine(harness.learner()), [ended, _item(3), full], Sampling())
     assert rolled[1] == list(ended.so_far)

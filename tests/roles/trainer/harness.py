@@ -14,13 +14,13 @@ import torch
 from rrl.roles.model import ModelSpec, build_model
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
+from rrl.roles.tokenizer import EOS
 from rrl.roles.trainer.learner import Learner, LearnerSettings
 from rrl.roles.trajectories.types import Batch, Item, Segment, Trajectory
 from rrl.spec.job import TrainerRole
 from rrl.spec.words import Version
 
 torch.set_num_threads(1)  # the tests share their cores, and a model this small gains nothing from a second one
-EOS = 1
 SMALL = ModelSpec(
     hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=2, head_dim=16, max_length=64,
     initializer_range=0.05,

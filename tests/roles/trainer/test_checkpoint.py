@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rrl.roles.checkpoint_files import DamagedCheckpoint, incarnation_of, manifest_of, verified
+from rrl.roles.checkpoint_files import DamagedCheckpoint, describe, fresh_folder, incarnation_of, verified
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.spec.rundir import RunDir
 
@@ -22,7 +22,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def _commit(checkpoints: Checkpoints, run_dir: RunDir, number: int, incarnation: int = 1) -> dict[str, Any]:
     files = _write(checkpoints, run_dir, number, incarnation)
-    manifest = manifest_of(run_dir.path, files)
+    manifest = describe(run_dir.path, files)
     checkpoints.committed(files)
     return manifest
 
@@ -49,7 +49,7 @@ def test_what_the_manifest_names_is_restored_though_newer_files_lie_beside_it(ru
 
 def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir) -> None:
     files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
-    manifest = manifest_of(run_dir.path, files)
+    manifest = describe(run_dir.path, files)
     content = bytearray(files[0].read_bytes())
     content[len(content) // 2] ^= 1
     files[0].write_bytes(content)
@@ -59,7 +59,7 @@ def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir) ->
 
 def test_a_missing_or_a_cut_off_file_is_noticed(run_dir: RunDir) -> None:
     files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
-    manifest = manifest_of(run_dir.path, files)
+    manifest = describe(run_dir.path, files)
     files[0].write_bytes(files[0].read_bytes()[:-1])
     with pytest.raises(DamagedCheckpoint):
         verified(run_dir.path, manifest)
@@ -72,13 +72,16 @@ def test_a_manifest_without_our_file_is_refused(run_dir: RunDir) -> None:
     other = fresh_folder(run_dir.checkpoints, 1, 1) / "other.bin"
     other.write_bytes(b"x")
     with pytest.raises(DamagedCheckpoint, match=r"no learner\.pt was committed, but \['other\.bin'\]"):
-        Checkpoints(run_dir, 1, keep=2).read(manifest_of(run_dir.path, [other]))
+        Checkpoints(run_dir, 1, keep=2).read(describe(run_dir.path, [other]))
 
 
 def test_each_attempt_has_a_folder_of_its_own_that_tells_its_maker(run_dir: RunDir) -> None:
     folders = [fresh_folder(run_dir.checkpoints, 3, incarnation) for incarnation in (1, 1, 2)]
     assert len(set(folders)) == 3
     assert [incarnation_of(folder.name) for folder in folders] == [1, 1, 2]
+
+
+def test_a_foreign_name_tells_no_maker() -> None:
     assert [incarnation_of(name) for name in ("step-3", "lost+found", "step-3.x.0", "mine.1.2")] == [None] * 4
 
 
@@ -92,7 +95,7 @@ def test_the_last_two_commits_are_kept(run_dir: RunDir) -> None:
     checkpoints = Checkpoints(run_dir, 1, keep=2)
     for number in range(1, 5):
         _commit(checkpoints, run_dir, number)
-    assert _there(run_dir) == {"00000003-1-3", "00000004-1-4"}
+    assert _there(run_dir) == {"step-3.1.0", "step-4.1.0"}
 
 
 def test_a_restarted_trainer_keeps_what_was_committed_before_it_and_removes_the_leftovers(run_dir: RunDir) -> None:
@@ -102,9 +105,9 @@ def test_a_restarted_trainer_keeps_what_was_committed_before_it_and_removes_the_
     second = Checkpoints(run_dir, 2, keep=2)
     second.read(manifests[-1])
     second.remove_garbage()
-    assert _there(run_dir) == {"step-2.1.0", "00000003-1-3"}
+    assert _there(run_dir) == {"step-2.1.0", "step-3.1.0"}
     _commit(second, run_dir, 4, incarnation=2)
-    assert _there(run_dir) == {"00000003-1-3", "step-4.2.0"}
+    assert _there(run_dir) == {"step-3.1.0", "step-4.2.0"}
 
 
 def test_a_fenced_trainer_that_wakes_up_late_harms_nothing_of_its_successor(run_dir: RunDir) -> None:
@@ -127,8 +130,8 @@ def test_the_files_of_a_checkpoint_lie_in_one_folder_of_the_run(run_dir: RunDir,
     files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1) + _write(Checkpoints(run_dir, 1, keep=2), run_dir, 2)
     for wrong in ([], files):
         with pytest.raises(ValueError, match="files of one folder"):
-            manifest_of(run_dir.path, wrong)
+            describe(run_dir.path, wrong)
     outside = tmp_path / "elsewhere.pt"
     outside.write_bytes(b"")
     with pytest.raises(ValueError, match="not in the subpath"):
-        manifest_of(run_dir.path, [outside])
+        describe(run_dir.path, [outside])

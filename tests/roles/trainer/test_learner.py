@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 
+from rrl.roles.tokenizer import EOS
 from rrl.roles.trainer.learner import Example, Learner
 from rrl.roles.trajectories.types import Batch, Trajectory
 from rrl.spec.words import Version
@@ -24,13 +25,13 @@ def _prompt(item: int) -> tuple[int, ...]:
 
 def _first_digit(item: int, tokens: tuple[int, ...]) -> tuple[float, float]:
     """The toy task: repeat the first digit and stop."""
-    right = tokens == (_prompt(item)[0], harness.EOS)
+    right = tokens == (_prompt(item)[0], EOS)
     half = tokens[:1] == _prompt(item)[:1]
     return float(right), 1.0 if right else 0.5 * half
 
 
 def _example(item: int) -> Example:
-    return _prompt(item), (_prompt(item)[0], harness.EOS)
+    return _prompt(item), (_prompt(item)[0], EOS)
 
 
 def _batch(number: int, student: Learner, version: int = 0) -> Batch:

@@ -86,7 +86,11 @@ class Script:
 
     def step(self, number: int, who: Life) -> None:
         batch = bind(self.store, number, who)
-        self._note(lambda now: (now.bound.update({number: batch}), setattr(now, "fence", who.incarnation))[0])
+
+        def bound(now: Acknowledged) -> None:
+            now.bound[number], now.fence = batch, who.incarnation
+
+        self._note(bound)
         commit(self.store, batch, who)
         self._note(lambda now: setattr(now, "committed", number))
 

@@ -1,0 +1,44 @@
+"""``rrl list``: all runs of this user, newest first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rrl.cli.asking import Failed, all_runs, job_of, read
+from rrl.cli.screen import console, print_json
+from rrl.cli.views.runs import runs_view
+from rrl.cli.views.status import standing
+from rrl.spec.rundir import RunDir, runs_root
+
+
+def list_runs(*, json: bool) -> int:
+    rows = [_row(run) for run in all_runs()]
+    if json:
+        print_json(rows)
+    elif rows:
+        console().print(runs_view(rows, time.time()))
+    else:
+        print(f"no runs in {runs_root()}")
+    return 0
+
+
+def _row(run: RunDir) -> dict[str, Any]:
+    """One run as plain values; a run that cannot be read says so instead of hiding the others."""
+    job = job_of(run)
+    row: dict[str, Any] = {
+        "run": run.id, "name": job.name if job else "", "outcome": None, "standing": "submitted", "step": 0,
+        "steps": job.steps if job else None, "reward": None, "recoveries": 0, "started": None, "ended": None,
+        "run_dir": str(run.path),
+    }  # fmt: skip
+    try:
+        state = read(run)
+    except Failed as error:
+        return row | {"standing": f"unreadable: {error}"}
+    if state is None:
+        return row
+    return row | {
+        "outcome": state.outcome, "standing": standing(state)[0], "step": state.step, "steps": state.job.steps,
+        "reward": state.last_rewards[-1] if state.last_rewards else None, "recoveries": state.recoveries,
+        "started": state.started, "ended": state.ended,
+    }  # fmt: skip

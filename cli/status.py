@@ -1,0 +1,64 @@
+"""``rrl status``: one look at a run, or a picture that is kept up to date."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+from rich.console import Group, RenderableType
+
+from rrl.cli.asking import Failed, find_run, job_of, read, summary_of
+from rrl.cli.screen import console, print_json
+from rrl.cli.views.status import status_view
+from rrl.cli.views.summary import recoveries_view
+from rrl.manager.state import State
+from rrl.spec.rundir import RunDir
+
+
+def status(name: str | None, *, live: bool, json: bool) -> int:
+    run = find_run(name)
+    if live:
+        from rrl.cli.following import follow
+
+        follow(run, keys=True)
+        return 0
+    state = read(run)
+    if json:
+        print_json(state if state is not None else {"run": run.id, "outcome": None, "why": waiting(run)})
+    elif state is None:
+        print(f"{run.id}: {waiting(run)}")
+    else:
+        screen = console()
+        screen.print(picture(run, state, screen.width, "" if state.outcome else manager_gone(run)))
+    return 0
+
+
+def picture(run: RunDir, state: State, width: int, note: str = "") -> RenderableType:
+    """The status view, and what the summary adds once the run has ended."""
+    view = status_view(state, time.time(), width, note)
+    summary = summary_of(run) if state.outcome is not None else None
+    if summary is None or not (recoveries := summary.get("recoveries")):
+        return view
+    return Group(view, "", recoveries_view(recoveries))
+
+
+def waiting(run: RunDir) -> str:
+    """What a run without a journal waits for."""
+    job = job_of(run)
+    if job is not None and job.cluster == "slurm":
+        return f"its manager has not started yet (squeue --name={run.id}.manager tells why)"
+    return f"its manager has not started yet (its output: {run.submit})"
+
+
+def manager_gone(run: RunDir) -> str:
+    """Says so when this machine can tell for certain that no manager lives; else nothing."""
+    from rrl.manager.lease import holder
+
+    try:
+        held = holder(run)
+    except OSError as error:
+        raise Failed(f"{run.epochs}: {error.strerror}") from None
+    if held is not None and (held.host != socket.gethostname() or os.path.exists(f"/proc/{held.pid}")):
+        return ""
+    return f"none is running; the roles go on. Start one: rrl manage {run.id}"

@@ -1,0 +1,125 @@
+"""``rrl submit`` and ``rrl manage``: start a run, watch it, or be its manager."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rrl.cli.asking import BadInput, Failed, find_run, read, summary_of
+from rrl.cli.check import planned
+from rrl.cli.following import follow
+from rrl.cli.screen import console, print_json
+from rrl.cli.views.summary import summary_view
+from rrl.manager import submit as starting
+from rrl.manager.journal import JournalError
+from rrl.manager.lease import LeaseHeld
+from rrl.spec.load import load_job
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Outcome
+
+
+def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
+    """Exit code: 0 when started (or, if waited for, completed), 1 when it failed or was cancelled."""
+    job = load_job(path)
+    planned(job, path)  # what could not be submitted is refused before there is a run
+    try:
+        run = starting.create(job, path) if foreground else starting.submit(job, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: what submitit makes of a refused sbatch
+        raise Failed(f"the run could not be started: {error}") from None
+    if foreground:
+        return _foreground(run, json)
+    if not wait:
+        return _started(run, json)
+    if not json:
+        print(f"{run.id}  ({run.path})", flush=True)
+    try:
+        with _progress_to_stderr(json):
+            follow(run, keys=False, insist=True)
+    except KeyboardInterrupt:
+        print(f"\nstopped watching; {run.id} goes on. To end it: rrl cancel {run.id}", file=sys.stderr)
+        return 130
+    return _ended(run, json)
+
+
+def manage(name: str) -> int:
+    """Be the manager of an existing run. Exit code 0 when it completed, or when this manager left before its end."""
+    run = find_run(name)
+    state = read(run)
+    if state is not None and state.outcome is not None:
+        raise BadInput(f"{run.id} has ended already: {state.outcome.value}")
+    # Ctrl-C leaves in order, as SIGTERM does: whoever looks after a run by hand must not end it by a slip
+    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if _manager(run, foreground=False) is None:
+        print(f"left; the roles of {run.id} go on. Start another manager: rrl manage {run.id}", file=sys.stderr)
+        return 0
+    return _ended(run, False)
+
+
+def _foreground(run: RunDir, json: bool) -> int:
+    """The manager in this thread, which gets the signals; the picture in another."""
+    print(f"{run.id}  ({run.path}); Ctrl-C cancels it", file=sys.stderr, flush=True)
+    stop = threading.Event()
+    watching = threading.Thread(target=_watch, args=(run, stop), daemon=True)
+    with _progress_to_stderr(json):
+        watching.start()
+        try:
+            outcome = _manager(run, foreground=True)
+        finally:
+            stop.set()
+            watching.join(timeout=10)
+    if outcome is None:
+        raise Failed(f"this manager left before the end; the roles of {run.id} go on: rrl manage {run.id}")
+    return _ended(run, json)
+
+
+def _watch(run: RunDir, stop: threading.Event) -> None:
+    try:
+        follow(run, keys=False, stop=stop)
+    except Failed as error:
+        print(f"rrl: {error}", file=sys.stderr, flush=True)
+
+
+def _manager(run: RunDir, *, foreground: bool) -> str | None:
+    try:
+        return starting.run_here(run, foreground=foreground)
+    except (LeaseHeld, JournalError, OSError) as error:
+        raise Failed(str(error)) from None
+
+
+def _started(run: RunDir, json: bool) -> int:
+    if json:
+        print_json({"run": run.id, "run_dir": str(run.path)})
+    else:
+        print(run.id, flush=True)
+        print(f"watch it with: rrl status {run.id} --live", file=sys.stderr)
+    return 0
+
+
+def _ended(run: RunDir, json: bool) -> int:
+    summary = summary_of(run)
+    if summary is None:
+        raise Failed(f"{run.id} has ended, but left no summary; see: rrl status {run.id}")
+    if json:
+        print_json(summary)
+    else:
+        screen = console()
+        screen.print()
+        screen.print(summary_view(summary))
+    return 0 if summary.get("outcome") == Outcome.COMPLETED else 1
+
+
+@contextmanager
+def _progress_to_stderr(wanted: bool) -> Iterator[None]:
+    """With --json, stdout is for the one document at the end."""
+    before = sys.stdout
+    if wanted:
+        sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = before

@@ -1,0 +1,132 @@
+"""Runs Slurm's commands: no shell, a deadline each, a clean environment, a budget of reads, and one of two failures.
+
+What Slurm said decides between :class:`Refused` and :class:`Unanswered`: only texts that are known to mean "certainly
+not done" refuse. A timeout, a broken connection or a text that we do not know leaves it open; an ``sbatch`` whose
+answer timed out was seen to land later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+from rrl.manager.cluster import Refused, Unanswered
+
+_SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
+"""Prefixes of what Slurm sets inside a job, and of what changes its commands' defaults and formats."""
+
+_REFUSED = re.compile(
+    "|".join((
+        # the command did not even ask
+        r"(unrecognized|invalid) option|option .* requires an argument|option .* is ambiguous",
+        r"Invalid --\S+ specification|Invalid (generic resource|numeric value|time specification|argument)",
+        r"Expired or invalid job",
+        # slurmctld answered, and said no
+        r"Batch job submission failed: |Job submit/allocate failed: |Unable to confirm allocation for job \d+: ",
+        r"Unable to create step for job \d+: |Access/permission denied|Invalid job id specified",
+    )),
+    re.IGNORECASE,
+)  # fmt: skip
+_UNANSWERED = re.compile(
+    r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
+    r"Unspecified error|Unexpected message|I/O error|Protocol authentication",
+    re.IGNORECASE,
+)
+"""Wins over a refusal: the same sentences carry lost answers ("Batch job submission failed: Socket timed out ...")."""
+
+
+class Ended(Struct, frozen=True):
+    """How a command ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+class SlurmLimits(Struct, frozen=True):
+    """Deadlines (s) and budgets of the Slurm backend."""
+
+    read: float = 10.0
+    """for squeue and scontrol show; Slurm's own MessageTimeout is 10 s by default"""
+    write: float = 30.0
+    """for sbatch, salloc and scancel: killing one early leaves an open question"""
+    launch: float = 2.0
+    """so long a fresh srun is watched for a refusal; a step that starts is seen before (median 0.04 s in the lab)"""
+    queue: float = 60.0
+    """after so long srun gives up waiting for resources of the allocation: for ever is its default (measured)"""
+    interval: float = 1.0
+    """a look asked for sooner than this gets the answer of the one before, unless we changed something since"""
+    reads_per_minute: int = 60
+    """commands, of which a look takes three; above it the answer is: unknown"""
+
+
+class Budget:
+    """A bucket of reads that refills steadily. What must be read to carry out an action is taken on credit."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._size = float(per_minute)
+        self._left = self._size
+        self._clock = clock
+        self._at = clock()
+
+    def take(self, count: int, credit: bool = False) -> bool:
+        """Whether ``count`` reads may be made now; they are counted if so."""
+        now = self._clock()
+        self._left = min(self._size, self._left + (now - self._at) * self._size / 60.0)
+        self._at = now
+        if self._left < count and not credit:
+            return False
+        self._left -= count
+        return True
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """``given`` without what a surrounding Slurm job or a user's habits would tell Slurm's commands."""
+    kept = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
+    return kept | {"LC_ALL": "C"}
+
+
+def failure(command: str, ended: Ended) -> Refused | Unanswered:
+    """What a command that ended with an error means."""
+    text = " / ".join(line for line in ended.err.splitlines() if line.strip()) or f"exit code {ended.code}"
+    if _REFUSED.search(ended.err) and not _UNANSWERED.search(ended.err):
+        return Refused(f"{command}: {text}")
+    return Unanswered(f"{command}: {text}")
+
+
+async def execute(argv: tuple[str, ...], within: float, given: str = "") -> Ended:
+    """Run a command to its end. Raises Unanswered when it does not end in time, Refused when it cannot be started."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            env=environment(os.environ), start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise Refused(f"{argv[0]} cannot be started: {error}") from error
+    try:
+        out, err = await asyncio.wait_for(process.communicate(given.encode()), within)
+    except TimeoutError:
+        raise Unanswered(f"{argv[0]}: no answer within {within:g} s") from None
+    finally:
+        if process.returncode is None:
+            end(process)
+            await process.wait()
+    return Ended(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def end(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL a command and its children at once (it leads a session of its own).
+
+    For srun this is a matter of life: it has a child that ends the step when srun alone is killed (measured: the step
+    is gone 2.5 s later), so both are stopped first and neither sees the other die. Then the step goes on.
+    """
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)

@@ -1,0 +1,144 @@
+"""Reads what Slurm's commands print: pure, over their delimited text forms, which are alike in every version.
+
+Records start with ASCII RS and fields are split by US: bars, spaces and line ends in names, comments and reasons do no
+harm. What cannot be understood raises :class:`Unreadable`: unknown, which is neither there nor gone.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ClusterShell.NodeSet import NodeSet, NodeSetException
+from msgspec import Struct
+
+from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
+from rrl.spec.words import NodeName
+
+_RS, _US = "\x1e", "\x1f"
+JOBS_FORMAT = _RS + _US.join(("%i", "%T", "%N", "%j", "%r", "%k"))
+"""for ``squeue -h -o``: id, state, nodes, name, reason, comment"""
+STEPS_FORMAT = _RS + _US.join(("%i", "%N", "%j"))
+"""for ``squeue -h -s -o``: id, nodes, name"""
+
+_PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+_RUNNING = {"RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
+_ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
+    "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+}  # fmt: skip
+"""Job states of squeue(1). COMPLETING has ended for us: nothing can be started in it any more."""
+
+_DOWN = {"DOWN", "ERROR", "POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"}
+_DRAINING = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "INVAL", "INVALID_REG"}
+_UP = {"ALLOCATED", "COMPLETING", "IDLE", "MIXED"}
+_UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", "POWER_UP"}
+"""Base states and flags of a node (sinfo(1), scontrol(1)), worst first. A pending reboot takes no new work."""
+
+
+class Unreadable(Exception):
+    """Slurm printed something that we do not understand."""
+
+
+class Job(Struct, frozen=True):
+    id: str
+    state: AllocationState
+    nodes: tuple[NodeName, ...]
+    name: str
+    detail: str
+    comment: str
+
+
+class StepLine(Struct, frozen=True):
+    id: str
+    """``<job>.<step>``"""
+    nodes: tuple[NodeName, ...]
+    name: str
+
+    @property
+    def job(self) -> str:
+        return self.id.partition(".")[0]
+
+
+def read_jobs(text: str) -> list[Job]:
+    """From ``squeue -h -t all -o`` :data:`JOBS_FORMAT`. ``detail``: Slurm's state, and the reason if it gives one."""
+    jobs = []
+    for number, state, nodes, name, reason, comment in _records(text, 6):
+        detail = state if reason in ("None", "") else f"{state}: {reason}"
+        comment = "" if comment == "(null)" else comment
+        jobs.append(Job(number, _allocation_state(state), _expand(nodes), name, detail, comment))
+    return jobs
+
+
+def read_steps(text: str) -> list[StepLine]:
+    """From ``squeue -h -s -o`` :data:`STEPS_FORMAT`: numbered steps, not batch, extern, interactive or pending ones."""
+    lines = [StepLine(number, _expand(nodes), name) for number, nodes, name in _records(text, 3)]
+    return [line for line in lines if re.fullmatch(r"\d+\.\d+", line.id)]
+
+
+def read_nodes(text: str) -> dict[NodeName, NodeSeen]:
+    """From ``scontrol show node -o``. A line for a name that Slurm does not know makes it UNKNOWN."""
+    nodes = {}
+    for line in text.splitlines():
+        if missing := re.fullmatch(r"Node (\S+) not found", line):
+            nodes[NodeName(missing[1])] = NodeSeen(NodeState.UNKNOWN, "not known to Slurm")
+            continue
+        if not line.strip():
+            continue
+        name, state = re.match(r"NodeName=(\S+) ", line), re.search(r" State=(\S+)", line)
+        if name is None or state is None:
+            raise Unreadable(f"no node in {line[:80]!r}")
+        reason = re.search(r" Reason=(.+?)(?: \[\S+@\S+\]| [A-Z]\w+=|$)", line)
+        detail = f"{state[1]}: {reason[1]}" if reason else state[1]
+        nodes[NodeName(name[1])] = NodeSeen(node_state(state[1]), detail)
+    return nodes
+
+
+def node_state(text: str) -> NodeState:
+    """From ``MIXED+DRAIN``, ``DOWN*``, ``idle~``: the worst that base state and flags say.
+
+    A node that only does not respond (yet) is UNKNOWN: Slurm itself waits for SlurmdTimeout before it says DOWN.
+    """
+    words = {word.rstrip("*~#!%$@^-+").upper() for word in text.split("+")}
+    if "*" in text:
+        words.add("NOT_RESPONDING")
+    if "~" in text:
+        words.add("POWERED_DOWN")
+    for state, those in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
+        if words & those:
+            return state
+    return NodeState.UP if words & _UP else NodeState.UNKNOWN
+
+
+def inactive_limit(text: str) -> int:
+    """Seconds, from ``scontrol show config``: 0 = a job without a living salloc is left alone."""
+    if match := re.search(r"^InactiveLimit\s*=\s*(\d+)", text, re.MULTILINE):
+        return int(match[1])
+    raise Unreadable("scontrol show config tells no InactiveLimit")
+
+
+def _allocation_state(word: str) -> AllocationState:
+    for state, words in (
+        (AllocationState.PENDING, _PENDING), (AllocationState.RUNNING, _RUNNING), (AllocationState.ENDED, _ENDED)
+    ):  # fmt: skip
+        if word in words:
+            return state
+    raise Unreadable(f"{word!r} is no state of a job")
+
+
+def _records(text: str, fields: int) -> list[list[str]]:
+    head, *records = text.split(_RS)
+    if head.strip():
+        raise Unreadable(f"unexpected output: {head.strip()[:80]!r}")
+    split = [record.removesuffix("\n").split(_US, fields - 1) for record in records]
+    if short := next((record for record in split if len(record) != fields), None):
+        raise Unreadable(f"{len(short)} fields where {fields} were asked for")
+    return split
+
+
+def _expand(nodes: str) -> tuple[NodeName, ...]:
+    if nodes in ("", "(null)", "None assigned"):
+        return ()
+    try:
+        return tuple(NodeName(node) for node in NodeSet(nodes))
+    except NodeSetException as error:
+        raise Unreadable(f"host list {nodes!r}: {error}") from error

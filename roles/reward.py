@@ -1,0 +1,62 @@
+"""The reward role: lease complete trajectories, score them by the task, post. ``python -m rrl.roles.reward``"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import rrl
+from rrl.roles.tasks import Task, load_task
+from rrl.roles.tokenizer import Tokenizer
+from rrl.roles.trajectories.types import Score, ToScore
+
+
+class Scorer:
+    """A task's scores of token sequences."""
+
+    def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._told: set[str] = set()
+
+    def score(self, items: Sequence[ToScore]) -> tuple[list[Score], dict[int, str]]:
+        """Scores, and what could not be scored with the reason: a scorer that raises, or gives no number, costs the
+        group, not the run."""
+        scores: list[Score] = []
+        failed: dict[int, str] = {}
+        for item in items:
+            try:
+                reward, training = self._task.score(item.item, self._tokenizer.decode(item.tokens))
+            except Exception as error:  # whatever a user's scorer raises
+                failed[item.trajectory] = self._told_once(f"the scorer raised {type(error).__name__}", item)
+                continue
+            if math.isfinite(reward) and math.isfinite(training):
+                scores.append(Score(item.trajectory, float(reward), float(training)))
+            else:
+                failed[item.trajectory] = self._told_once("the score is not finite", item)
+        return scores, failed
+
+    def _told_once(self, why: str, item: ToScore) -> str:
+        if why not in self._told:
+            self._told.add(why)
+            print(f"rrl: {why} (item {item.item}); its group is dropped. Said once.", file=sys.stderr, flush=True)
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+        return why
+
+
+def main() -> None:
+    with rrl.join() as me:
+        tokenizer = Tokenizer(me.job["model"]["tokenizer"])
+        task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
+        scorer = Scorer(task, tokenizer)
+        for work in me.scoring(at_most=me.settings["lease"]):
+            with me.phase("score"):
+                work.post(*scorer.score(work.items))
+
+
+if __name__ == "__main__":
+    main()

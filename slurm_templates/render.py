@@ -1,0 +1,90 @@
+"""The text of an allocation: #SBATCH lines and one exec line, and the same options for ``salloc``.
+
+Form ``pool``: one ``--no-kill`` job over all nodes, which is never requeued (a requeued pool would come back with
+nothing in it, about two minutes later). Nodes are asked for by what a node shall carry, one task a node, and not with
+``--exclusive``: so a small job, such as the manager's own, may share a node that has more; whoever wants whole nodes
+passes ``exclusive`` on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+from ClusterShell.NodeSet import NodeSet
+
+from rrl.spec.jobview import JobView, Resources
+from rrl.spec.units import slurm_mem, slurm_time
+
+OURS = frozenset({
+    "job-name", "comment", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time", "no-kill", "requeue",
+    "no-requeue", "export-file", "get-user-env", "array", "wrap", "wait", "parsable", "test-only", "no-shell",
+    "overcommit", "job", "jobid",
+})  # fmt: skip
+"""Options that cannot be passed on: rrl sets them, finds its jobs by them, or could not work with them."""
+
+_HOLDER = ("--no-requeue", "--chdir=/", "--output=/dev/null")
+"""For the batch script only. No ``--export``: the default passes the environment on; NONE would run a login shell to
+make one (sbatch(1)), and the NIL of later versions is unknown to 22.05."""
+
+
+def allocation_options(
+    *, tag: str, comment: str, nodes: int, node: Resources, walltime: float, exclude: Sequence[str] = (),
+    extra: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:  # fmt: skip
+    """Long options for ``sbatch`` and ``salloc`` alike; ``extra`` (name without dashes; an empty value is a flag) last.
+
+    A ``gres`` in ``extra`` stands in for ours (typed GPUs), an ``exclude`` adds to it. Raises ValueError for an option
+    that cannot be passed on, or a name or value that no ``#SBATCH`` line can carry.
+    """
+    extra = dict(extra or {})
+    for name, value in extra.items():
+        if name in OURS or (name == "mem" and node.mem):
+            raise ValueError(f"sbatch option {name!r} is set by rrl itself and cannot be passed on")
+        if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
+            raise ValueError(f"{name!r} is not the long name of an sbatch option; write for example 'partition'")
+        if not value.isprintable():
+            raise ValueError(f"the value of sbatch option {name!r} holds a character that cannot be printed")
+    options = [f"--job-name={tag}", f"--comment={comment}", f"--nodes={nodes}", "--ntasks-per-node=1",
+               f"--cpus-per-task={node.cpus}"]  # fmt: skip
+    if node.mem:
+        options.append(f"--mem={slurm_mem(node.mem)}")
+    if node.gpus and "gres" not in extra:
+        options.append(f"--gres=gpu:{node.gpus}")
+    options += [f"--time={slurm_time(walltime)}", "--no-kill"]
+    if excluded := NodeSet.fromlist([*exclude, extra.pop("exclude", "")]):
+        options.append(f"--exclude={excluded}")
+    return (*options, *(f"--{name}={value}" if value else f"--{name}" for name, value in sorted(extra.items())))
+
+
+def allocation_script(options: Sequence[str]) -> str:
+    """The batch script that holds an allocation with these options."""
+    given = {option.partition("=")[0] for option in options}
+    mine = [option for option in _HOLDER if option.partition("=")[0] not in given]
+    return _TEMPLATES.get_template("allocation.sbatch.j2").render(options=[*options, *mine])
+
+
+def render_allocation(tag: str, view: JobView) -> str:
+    """The batch script of a job's pool, as ``rrl check`` shows it. Raises ValueError."""
+    options = allocation_options(
+        tag=tag, comment=f"rrl {tag}", nodes=view.nodes, node=view.node, walltime=view.walltime, extra=view.sbatch
+    )
+    return allocation_script(options)
+
+
+def _quoted(option: str) -> str:
+    """As one word of an ``#SBATCH`` line: sbatch reads quotes and backslashes like a shell, and '#' as a comment."""
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]+", option, re.ASCII):
+        return option
+    name, equals, value = option.partition("=")
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{name}{equals}"{escaped}"'
+
+
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, trim_blocks=True,
+    lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
+)  # fmt: skip
+_TEMPLATES.filters["quoted"] = _quoted

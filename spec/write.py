@@ -1,0 +1,71 @@
+"""A job as job.toml again, with every default filled in: what it prints is a valid job.toml of the same job."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rrl.spec.job import Job
+from rrl.spec.units import DURATION, SIZE, duration_text, size_text
+
+
+def as_toml(job: Job) -> str:
+    """Round trip: loading the text gives an equal job (but for ``min_replicas``, whose default is spelt out)."""
+    floors = {role.name: role.min_replicas for role in job.view("python").roles}
+    roles = {
+        name: role.model_copy(update={"min_replicas": floors[name]}) for name, role in job.roles.named().items()
+    }
+    filled = job.model_copy(update={"roles": job.roles.model_copy(update=roles)})
+    return "\n".join(_table(filled, ())).strip() + "\n"
+
+
+def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
+    """Plain keys first: after a [header] they would belong to another table."""
+    fields = [(name, field, getattr(model, name)) for name, field in type(model).model_fields.items()]
+    plain = [(name, field, value) for name, field, value in fields if value is not None and not _tables(value)]
+    if plain and path:
+        yield f"\n[{'.'.join(path)}]"
+    for name, field, value in plain:
+        yield f"{name} = {_field(field, value)}"
+    for name, _, value in fields:
+        if isinstance(value, BaseModel):
+            yield from _table(value, (*path, name))
+        elif _tables(value):
+            for one in value:
+                yield f"\n[[{'.'.join((*path, name))}]]"
+                yield from (line for line in _table(one, (*path, name)) if not line.startswith("\n["))
+
+
+def _tables(value: Any) -> bool:
+    return isinstance(value, BaseModel) or (isinstance(value, tuple) and any(isinstance(v, BaseModel) for v in value))
+
+
+def _field(field: FieldInfo, value: Any) -> str:
+    if DURATION in field.metadata:
+        return _value(duration_text(value))
+    return _value(size_text(value)) if SIZE in field.metadata else _value(value)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):
+        return _text(value)
+    return json.dumps(value)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
+
+
+def _text(text: str) -> str:
+    """JSON's escapes are TOML's, but for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,25 @@
+"""Pictures kept as text. ``RRL_SNAPSHOTS=write pytest tests/cli`` draws them anew; look at the diff before you keep it."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+
+FOLDER = Path(__file__).parent / "snapshots"
+
+
+def drawn(view: RenderableType, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False, emoji=False)
+    console.print(view)
+    assert isinstance(console.file, io.StringIO)
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def same_as_kept(name: str, text: str) -> None:
+    path = FOLDER / f"{name}.txt"
+    if os.environ.get("RRL_SNAPSHOTS") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rrl.cli.asking import summary_of
+from rrl.cli.views.figures import bar, curve, folded, span, stage
+from rrl.cli.views.runs import runs_view
+from rrl.cli.views.status import one_line, status_view
+from rrl.cli.views.summary import summary_view
+from rrl.manager.events import VersionHeld
+from rrl.spec.words import Outcome, Version
+from rrl.tests.cli.snapshots import drawn, same_as_kept
+from rrl.tests.cli.story import BEGAN, REPLICAS, Story, completed, job_view
+
+
+def starting() -> Story:
+    story = Story().asks_for_nodes().gets_nodes()
+    for replica in REPLICAS:
+        story.launches(replica)
+    return story.wait(2).joins("trajectories/0", "serve")
+
+
+def just_lost() -> Story:
+    story = Story().works()
+    story.loses("rollout/0")
+    return story
+
+
+def node_lost() -> Story:
+    story = Story().works().recovers("rollout/0").wait(5)
+    story.loses_node("n4")
+    return story.fences("rollout/1")
+
+
+def crowded() -> Story:
+    job = job_view()
+    roles = tuple(msgspec.structs.replace(r, replicas=40) if r.name == "rollout" else r for r in job.roles)
+    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
+    for index in range(2, 40):
+        story.launches(f"rollout/{index}", "n3").joins(f"rollout/{index}", "generate")
+        story.tell(VersionHeld(story.life(f"rollout/{index}"), Version(12, 1)))
+    story.loses("rollout/17")
+    return story
+
+
+SCENES: dict[str, Callable[[], Story]] = {
+    "pending": lambda: Story().asks_for_nodes("Priority").wait(3),
+    "starting": starting,
+    "running": lambda: Story().works().wait(1),
+    "lost": just_lost,
+    "relaunching": lambda: just_lost().fences("rollout/0").wait(1).launches("rollout/0"),
+    "node_lost": node_lost,
+    "crowded": crowded,
+    "completed": completed,
+    "failed": lambda: Story().works().ends(Outcome.FAILED, "5 restarts of rollout/0 within 600 s"),
+}
+
+
+@pytest.mark.parametrize("width", [100, 80])
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_status_of_a_run_looks_as_kept(scene: str, width: int) -> None:
+    story = SCENES[scene]()
+    text = drawn(status_view(story.told(), story.now + 4, width), width)
+    assert max(map(len, text.splitlines())) <= width
+    same_as_kept(f"status_{scene}_{width}", text)
+
+
+def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
+    story = Story().works()
+    text = drawn(status_view(story.told(), story.now, 100, "silent for 40 s"), 100)
+    assert "manager  silent for 40 s" in text
+    assert "epoch" not in text
+
+
+def test_the_same_state_gives_the_same_picture() -> None:
+    story = node_lost()
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(story.told()), type=type(story.told()))
+    assert drawn(status_view(state, story.now, 100), 100) == drawn(status_view(story.told(), story.now, 100), 100)
+
+
+def test_what_a_run_says_is_never_taken_for_markup() -> None:
+    story = Story().works().ends(Outcome.FAILED, "[red]boom[/red] [/nonsense] :smile:")
+    assert "[red]boom[/red] [/nonsense] :smile:" in drawn(status_view(story.told(), story.now, 100), 100)
+
+
+def test_one_line_tells_who_is_not_at_work() -> None:
+    story = just_lost().fences("rollout/0")
+    assert one_line(story.told(), silent=True) == (
+        "small-1120-064114: recovering, step 12/40, reward 0.94, rollout/0#1 wanted, its manager is silent"
+    )
+
+
+def test_the_summary_of_a_run_looks_as_kept(tmp_path: Path) -> None:
+    summary = summary_of(completed().written(tmp_path))
+    assert summary is not None
+    same_as_kept("summary", drawn(summary_view(summary | {"run_dir": "/runs/small"}), 100))
+
+
+def test_a_summary_with_holes_is_shown_with_dashes() -> None:
+    summary: dict[str, Any] = {
+        "run": "x", "outcome": "failed", "why": "no nodes", "steps": 0, "reward_first10": None, "reward_last10": None,
+        "faults": 0, "ettr": None, "run_seconds": None, "run_dir": "/runs/x",
+        "recoveries": [{"replica": "rollout/0", "incarnation": 2, "detect_s": None}],
+    }  # fmt: skip
+    same_as_kept("summary_with_holes", drawn(summary_view(summary), 80))
+    drawn(summary_view({}), 80)
+
+
+def test_the_list_of_runs_looks_as_kept() -> None:
+    blank = {"step": 0, "steps": 40, "reward": None, "recoveries": 0, "started": None, "ended": None}
+    rows = [
+        blank | {"run": "quick-1120-070000", "standing": "submitted"},
+        blank | {"run": "quick-1120-064114", "standing": "running", "step": 12, "reward": 0.5, "started": BEGAN},
+        blank | {"run": "small-1119-000000", "standing": "completed", "step": 40, "reward": 0.93, "recoveries": 2,
+                 "started": BEGAN - 90000, "ended": BEGAN - 82000},
+    ]  # fmt: skip
+    same_as_kept("runs", drawn(runs_view(rows, BEGAN + 60), 80))
+
+
+def test_spans_have_two_units_at_most() -> None:
+    assert [span(s) for s in (-1, 0.9, 59, 60, 134, 3600, 11100, 187200)] == [
+        "0s", "0s", "59s", "1m00s", "2m14s", "1h00m", "3h05m", "2d04h",
+    ]  # fmt: skip
+    assert [stage(s) for s in (None, 0.123, 99.9, 150)] == ["–", "0.12s", "99.90s", "2m30s"]
+
+
+def test_a_curve_has_one_block_a_value_and_the_whole_range() -> None:
+    assert curve([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert curve([-5.0, 0.0, 5.0], 10) == "▁▅█"
+    assert curve([3.0, 3.0], 10) == "▁▁"
+    assert curve([0.1] * 50, 10) == "▁" * 10
+    assert curve([], 10) == ""
+
+
+def test_a_bar_is_full_only_at_the_end() -> None:
+    assert [len(bar(done, 40, 24)[0]) for done in (0, 39, 40, 99)] == [0, 23, 24, 24]
+    assert len("".join(bar(3, 0, 24))) == 24
+
+
+def test_node_names_are_folded_or_at_least_listed() -> None:
+    assert folded(["n3", "n1", "n2", "gpu7"]) == "gpu7,n[1-3]"
+    assert folded(["n1", "odd[name"]) == "n1,odd[name"
+    assert folded([]) == ""

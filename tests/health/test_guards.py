@@ -1,0 +1,339 @@
+"""``detect``: stable findings, an honest look-again time, and a memory that changes no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from math import inf, nextafter
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rrl.health import guards
+from rrl.health.guards import detect
+from rrl.health.progress import waits
+from rrl.health.sightings import Watch
+from rrl.spec.jobview import Limits
+from rrl.spec.phases import phase
+from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, Verdict, role_of
+from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
+
+SHORT = Limits(beat=1.0, silence=5.0, join=12.0, first_pass=20.0)
+
+
+# ── by example ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_nothing_seen_finds_nothing_and_need_not_be_looked_at() -> None:
+    assert detect(Watch(), LIMITS, 5.0) == ([], inf)
+
+
+def test_a_healthy_run_has_to_be_looked_at_when_the_first_silence_could_be_too_long() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.play(10)
+    assert detect(trace.watch, LIMITS, trace.now) == ([], trace.now + LIMITS.silence)
+
+
+def test_looking_again_at_the_time_that_was_named_finds_what_came_due() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.play(10)
+    trace.silent.add(ROLLOUT)
+    _, due = detect(trace.watch, LIMITS, trace.now)
+    trace.play(9)
+    assert detect(trace.watch, LIMITS, nextafter(due, 0.0))[0] == []
+    found, _ = detect(trace.watch, LIMITS, due)
+    assert [f.detector for f in found] == ["worker_silence"]
+
+
+def test_limits_that_change_are_heeded_at_once() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.silent.add(ROLLOUT)
+    trace.play(7)
+    assert detect(trace.watch, LIMITS, trace.now)[0] == []
+    assert [f.detector for f in detect(trace.watch, SHORT, trace.now)[0]] == ["worker_silence"]
+
+
+def test_a_replica_that_is_forgotten_takes_its_finding_with_it() -> None:
+    trace = Trace().node("n1", *ROLLOUTS)
+    trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
+    assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
+    trace.watch.forget(ROLLOUT)
+    assert detect(trace.watch, LIMITS, trace.now)[0] == []
+
+
+def test_a_node_that_is_given_back_takes_its_findings_with_it() -> None:
+    trace = Trace().node("n1", *ROLLOUTS)
+    trace.watch.cluster_node(NodeName("n1"), "down", "", trace.now)
+    assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
+    trace.watch.forget_node(NodeName("n1"))
+    assert detect(trace.watch, LIMITS, trace.now) == ([], inf)
+
+
+def test_a_node_on_which_nobody_is_believed_any_more_takes_its_findings_with_it_too() -> None:
+    trace = Trace().node("n1")
+    trace.watch.forget(agent_of("n1"))
+    assert len(detect(trace.watch, LIMITS, trace.now + 60)[0]) == 1
+    trace.watch.forget_node(NodeName("n1"))
+    assert detect(trace.watch, LIMITS, trace.now + 60) == ([], inf)
+
+
+def test_the_returned_list_belongs_to_the_caller() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
+    detect(trace.watch, LIMITS, trace.now)[0].clear()
+    assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
+
+
+def test_a_beat_has_only_its_own_node_judged_again(monkeypatch: Any) -> None:
+    judged: list[str] = []
+    judge = guards._judge
+
+    def counting(home: Any, limits: Limits, now: float) -> Any:
+        judged.append(home.node)
+        return judge(home, limits, now)
+
+    monkeypatch.setattr(guards, "_judge", counting)
+    trace = Trace()
+    for index in range(200):
+        trace.node(f"n{index}", Life(ReplicaId(f"rollout/{index}"), 1))
+    detect(trace.watch, LIMITS, trace.now)
+    judged.clear()
+    trace.watch.heard(Life(ReplicaId("rollout/7"), 1), "generate", 1, None, trace.now + 1)
+    detect(trace.watch, LIMITS, trace.now + 1)
+    assert judged == ["n7"]
+
+
+def test_beats_do_not_pile_up_in_the_queue() -> None:
+    trace = Trace().node("n1", ROLLOUT).node("n2", TRAINER, phase="train")
+    for _ in range(300):
+        trace.play(1)
+        detect(trace.watch, LIMITS, trace.now)
+    memo = trace.watch.memo
+    assert isinstance(memo, guards._Memo)
+    assert len(memo.queue) <= 4
+
+
+def test_a_day_of_a_healthy_run_finds_nothing() -> None:
+    trace = Trace().node("n1", TRAINER, phase="wait_data").node("n2", *ROLLOUTS)
+    for _ in range(12):
+        trace.enter(TRAINER, "train")
+        for life in ROLLOUTS:
+            trace.enter(life, "wait_weights")
+        for _ in range(40):
+            trace.play(5)
+            assert detect(trace.watch, LIMITS, trace.now)[0] == []
+        trace.enter(TRAINER, "checkpoint")
+        trace.play(20)
+        trace.enter(TRAINER, "wait_data")
+        for life in ROLLOUTS:
+            trace.enter(life, "generate")
+        trace.play(200)
+        assert detect(trace.watch, LIMITS, trace.now)[0] == []
+
+
+# ── by property ──────────────────────────────────────────────────────────────────────────────────────────────────────
+NODES = [NodeName(f"n{index}") for index in range(3)]
+REPLICAS = [ReplicaId(name) for name in ("trainer/0", "rollout/0", "rollout/1", "trajectories/0")]
+HOMES = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))
+PHASES = ["starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own"]
+WAITS = ["wait_weights", "wait_data", "wait_work", "serve"]
+
+replicas = st.sampled_from(REPLICAS)
+lives = st.builds(Life, replicas, st.sampled_from([1, 1, 1, 2]))
+nodes = st.sampled_from(NODES)
+targets = st.none() | replicas
+phases = st.sampled_from(PHASES) | st.sampled_from(WAITS)
+agents = nodes.map(lambda node: Life(ReplicaId(f"{AGENT}/{node}"), 1))
+beating = st.tuples(
+    st.just("beating"), st.integers(3, 12), st.sampled_from([1.0, 30.0, 150.0]),
+    st.just(set()) | st.sets(lives | agents, max_size=3), st.just(set()) | st.sets(replicas, max_size=2),
+)  # fmt: skip
+unlikely = st.one_of(
+    st.tuples(st.just("nothing")),
+    st.tuples(st.just("launched"), lives, nodes),
+    st.tuples(st.just("joined"), lives, nodes, phases),
+    st.tuples(st.just("heard"), lives, phases, st.integers(0, 5), targets),
+    st.tuples(st.just("entered"), lives, phases, st.integers(0, 5), targets),
+    st.tuples(st.just("all_enter"), st.sampled_from(WAITS), targets),
+    st.tuples(st.just("step_ended"), lives, st.sampled_from([0, 1, None]), st.sampled_from(["exited", "asked"])),
+    st.tuples(st.just("gone"), lives),
+    st.tuples(st.just("leaving"), lives),
+    st.tuples(st.just("forget"), lives | agents),
+    st.tuples(st.just("agent"), nodes, st.integers(1, 2)),
+    st.tuples(st.just("agent_launched"), nodes, st.integers(1, 2)),
+    st.tuples(st.just("cluster"), nodes, st.sampled_from(["up", "down", "draining", "unknown"])),
+    st.tuples(st.just("forget_node"), nodes),
+    st.tuples(st.just("restart")),
+)
+deeds = st.integers(0, 2).flatmap(lambda dice: unlikely if dice == 0 else beating)
+pauses = st.sampled_from([0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 4.0, 12.0, 61.0])
+steps = st.lists(st.tuples(pauses, deeds), min_size=1, max_size=10)
+beginnings = st.lists(phases, min_size=4, max_size=4) | st.lists(st.sampled_from(WAITS), min_size=4, max_size=4)
+traces = st.tuples(beginnings, steps)
+
+
+def agent(node: str, incarnation: int) -> Life:
+    return Life(ReplicaId(f"{AGENT}/{node}"), incarnation)
+
+
+def played(trace: Any) -> Iterator[tuple[Watch, float]]:
+    """A small run that is up, and then what the trace says happens to it; yields after each step."""
+    beginning, rest = trace
+    watch, now = Watch(), 0.0
+    for node in NODES:
+        watch.agent_heard(node, agent(node, 1), now)
+    for replica, phase_name in zip(REPLICAS, beginning, strict=True):
+        watch.joined(Life(replica, 1), HOMES[replica], "starting", now)
+        watch.entered(Life(replica, 1), phase_name, 0, None, now)
+    for pause, deed in rest:
+        now += pause
+        now = perform(watch, deed, now)
+        yield watch, now
+
+
+def perform(watch: Watch, deed: Any, now: float) -> float:
+    kind, *rest = deed
+    match kind:
+        case "nothing":
+            pass
+        case "beating":
+            for _ in range(rest[0]):
+                now += rest[1]
+                for seen in list(watch.replicas.values()):
+                    if seen.life in rest[2]:
+                        continue
+                    if seen.is_agent:
+                        watch.agent_heard(seen.node, seen.life, now)
+                    elif seen.phase is not None:
+                        done = (seen.done or 0) + (seen.life.replica in rest[3])
+                        watch.heard(seen.life, seen.phase, done, seen.waits_for, now)
+        case "all_enter":
+            for seen in watch.workers():
+                watch.entered(seen.life, rest[0], 0, rest[1], now)
+        case "step_ended":
+            watch.step_ended(rest[0], rest[1], 9 if rest[1] is None else None, rest[2], now)
+        case "agent":
+            watch.agent_heard(rest[0], agent(*rest), now)
+        case "agent_launched":
+            watch.launched(agent(*rest), rest[0], now)
+        case "cluster":
+            watch.cluster_node(rest[0], rest[1], "said so", now)
+        case "forget" | "forget_node":
+            getattr(watch, kind)(*rest)
+        case _:
+            getattr(watch, kind)(*rest, now)
+    return now
+
+
+_few = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@_few
+@given(traces)
+def test_the_memory_changes_no_answer(trace: Any) -> None:
+    for watch, now in played(trace):
+        full = look(watch, now, SHORT)
+        assert detect(watch, SHORT, now) == full
+        assert detect(watch, SHORT, now) == full, "the same again when nothing is new"
+
+
+@_few
+@given(traces, st.floats(0.0, 1.0, exclude_max=True))
+def test_no_finding_changes_before_the_time_to_look_again(trace: Any, share: float) -> None:
+    *_, (watch, now) = played(trace)
+    found, again = look(watch, now, SHORT)
+    assert again > now
+    for _ in range(6):  # and the same from each such time to the next
+        end = min(again, now + 1e5)
+        for moment in (now + share * (end - now), nextafter(end, 0.0)):
+            if now <= moment < again:
+                assert look(watch, moment, SHORT) == (found, again)
+        if again == inf:
+            break
+        now = again
+        found, again = look(watch, now, SHORT)
+        assert again > now
+
+
+@_few
+@given(traces)
+def test_findings_are_about_who_is_believed_and_each_subject_has_one(trace: Any) -> None:
+    for watch, now in played(trace):
+        found, _ = detect(watch, SHORT, now)
+        subjects = [f.life or f.node for f in found]
+        assert len(subjects) == len(set(subjects))
+        failed = {f.node for f in found if f.node is not None and f.verdict is Verdict.FAIL}
+        for finding in found:
+            assert (finding.life is None) != (finding.node is None)
+            assert finding.since <= now
+            assert finding.evidence
+            if finding.life is not None:
+                seen = watch.replicas[finding.life.replica]
+                assert seen.life == finding.life
+                assert finding.proof or finding.node not in failed
+                assert finding.proof or seen.node not in failed
+            else:
+                assert finding.node in watch.nodes
+
+
+@_few
+@given(traces)
+def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_stands(trace: Any) -> None:
+    for watch, now in played(trace):
+        found = detect(watch, SHORT, now)[0]
+        for finding in found:
+            assert finding.detector not in ("wait_overdue", "idle")
+            if finding.life is None or finding.verdict is not Verdict.FAIL or finding.cause != "hang":
+                continue
+            seen = watch.replicas[finding.life.replica]
+            if finding.detector == "standstill":
+                assert all(one.leaving_at is not None or one.beats >= 3 for one in watch.workers())
+                assert not waits(seen) or _in_a_circle(watch, seen.life.replica)
+            else:
+                assert not waits(seen)
+
+
+def _in_a_circle(watch: Watch, start: ReplicaId) -> bool:
+    """Follow every edge that there could be: can it come back to where it started?"""
+    ahead, been = [start], set()
+    while ahead:
+        seen = watch.replicas.get(ahead.pop())
+        if seen is None or seen.life.replica in been:
+            continue
+        been.add(seen.life.replica)
+        role = phase(seen.phase or "").waits_for
+        named = [seen.waits_for] if seen.waits_for else [r for r in watch.replicas if role_of(r) == role]
+        if start in named:
+            return True
+        ahead.extend(named)
+    return False
+
+
+@_few
+@given(st.lists(st.integers(1, 4), max_size=60), st.sets(st.sampled_from(ROLLOUTS)))
+def test_who_beats_and_makes_progress_is_never_found(seconds: list[int], trouble: set[Life]) -> None:
+    trace = Trace().node("n1", *ROLLOUTS).node("n2", TRAINER, phase="train")
+    trace.play(5)
+    trace.silent |= trouble
+    for some in seconds:
+        trace.play(some)
+        found = {f.life for f in detect(trace.watch, LIMITS, trace.now)[0]}
+        assert found <= trouble
+
+
+@_few
+@given(traces)
+def test_after_a_restart_only_proof_is_found_before_full_grace_is_over(trace: Any) -> None:
+    *_, (watch, now) = played(trace)
+    watch.restart(now)
+    for moment in (now, nextafter(now + SHORT.join, 0.0)):
+        found, _ = look(watch, moment, SHORT)
+        assert all(f.detector in ("exit_record", "step_gone") for f in found)
+
+
+def test_detect_is_pure_but_for_its_memory() -> None:
+    trace = Trace().node("n1", *ROLLOUTS)
+    trace.silent |= {ROLLOUT, agent_of("n1")}
+    trace.play(30)
+    copy = deepcopy(trace.watch)
+    assert detect(trace.watch, LIMITS, trace.now) == detect(copy, LIMITS, trace.now)
+    assert trace.found() >= {fail("worker_silence", ROLLOUT)}

@@ -1,0 +1,210 @@
+"""Runs under test: submit one, follow its journal, hurt it, and see that nothing is left.
+
+Nothing here sleeps and hopes: everything waits for a record of the journal, with a deadline that only a broken build
+reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rrl.manager import events as ev
+from rrl.manager.journal import Follower, replay
+from rrl.manager.state import State, Status, workers
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import AGENT, Life, ReplicaId, role_of
+
+DEADLINE = 120.0
+"""s; generous: two shared cores start a dozen interpreters"""
+LIGHT = Path(__file__).parent.parent / "runs" / "light"
+
+
+def light_job(cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, extra: str = "") -> str:
+    """job.toml of a run without models: real manager, steps, agents, store, reward, weight plane."""
+    python = sys.executable
+    return f"""
+[run]
+name = "light"
+steps = {steps}
+[cluster]
+kind = "{cluster}"
+spares = {spares}
+node = {{ cpus = 2, mem = "1GiB" }}
+[task]
+function = "light_task:make"
+[model]
+tokenizer = {{ pieces = "0123456789" }}
+[sampling]
+prompts_per_step = 2
+group_size = 4
+max_new_tokens = 5
+[roles.trainer]
+command = ["{python}", "{LIGHT}/light_trainer.py"]
+mem = "256MiB"
+[roles.rollout]
+replicas = {rollouts}
+command = ["{python}", "{LIGHT}/light_rollout.py"]
+mem = "256MiB"
+[roles.trajectories]
+mem = "256MiB"
+[roles.reward]
+mem = "256MiB"
+[transport]
+weights = "tcp"
+[limits]
+beat = "500ms"
+silence = "4s"
+poll = "1s"
+lease = "3s"
+quiet = "10s"
+step_grace = "3s"
+{extra}
+"""
+
+
+class TestRun:
+    """A run in ``runs``. ``call`` runs a command line of rrl as whoever submits (a plain user on the Slurm lab)."""
+
+    __test__ = False
+
+    def __init__(self, run: RunDir, env: dict[str, str], call: Callable[..., subprocess.Popen[str]]) -> None:
+        self.run = run
+        self.env = env
+        self.call = call
+        self._follower = Follower(run)
+
+    def state(self) -> State:
+        state = self._follower.state()
+        assert state is not None
+        return state
+
+    def events(self) -> list[ev.Stamped]:
+        return list(replay(self.run))
+
+    def wait(self, what: Callable[[State], Any], within: float = DEADLINE) -> State:
+        """Until ``what`` holds of the state. Fails with the state and the newest records when it never does."""
+        until = time.monotonic() + within
+        while time.monotonic() < until:
+            state = self._follower.state()
+            if state is not None and what(state):
+                return state
+            if state is not None and state.outcome is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"never: {self._account()}")
+
+    def wait_end(self, within: float = DEADLINE) -> State:
+        return self.wait(lambda state: state.outcome is not None, within)
+
+    def wait_steps(self, steps: int) -> State:
+        return self.wait(lambda state: state.step >= steps and all_work(state))
+
+    def wait_gone(self, within: float = 30.0) -> None:
+        """No process of this run is left (invariant 7)."""
+        until = time.monotonic() + within
+        while left := dict(processes_of(self.run)):
+            assert time.monotonic() < until, f"left behind: {left}"
+            time.sleep(0.1)
+
+    def processes(self) -> dict[int, str]:
+        return dict(processes_of(self.run))
+
+    def summary(self) -> dict[str, Any]:
+        until = time.monotonic() + 30
+        while not self.run.summary.exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        summary: dict[str, Any] = json.loads(self.run.summary.read_text())
+        return summary
+
+    def _account(self) -> str:
+        tail = "\n".join(f"{s.seq} {s.at:.2f} {s.event!r:.300}" for s in self.events()[-40:])
+        logs = "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted([*self.run.logs.glob("*"), *self.run.submit.glob("*.err"), *self.run.submit.glob("*.out")])
+            if path.stat().st_size
+        )
+        return f"{tail}\n{logs}"
+
+
+def all_work(state: State) -> bool:
+    """Every replica has joined, and every rollout holds weights."""
+    return all(r.status is Status.JOINED for r in workers(state)) and all(
+        r.holds is not None for r in workers(state) if r.role == "rollout"
+    )
+
+
+def lives(state: State) -> dict[ReplicaId, tuple[Life, int | None, str | None]]:
+    """Life, pid and node of every worker and agent: what isolation is asserted on."""
+    return {r.id: (r.life, r.pid, r.node) for r in state.replicas.values() if r.status is not Status.RETIRED}
+
+
+def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
+    """Every process on this machine that carries this run's mark in its environment, or manages it."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state == "Z":
+            continue
+        marked = f"{LAUNCH_ENV}={run.path}/".encode() in environ
+        if marked or str(run.path) in command:
+            yield int(entry.name), command
+
+
+def check_sound(run: RunDir) -> None:
+    """The invariants that the records of a finished run can show."""
+    believed: dict[ReplicaId, int] = {}
+    for stamped in replay(run):
+        event = stamped.event
+        if isinstance(event, ev.Intended | ev.Decided):
+            assert event.action.why.evidence, f"no evidence for {event.action}"  # invariant 6
+        if isinstance(event, ev.Joined):  # invariant 2: joined lives only ever go up
+            assert event.life.incarnation >= believed.get(event.life.replica, 0)
+            believed[event.life.replica] = event.life.incarnation
+    audit = msgspec.json.decode((run.store / "audit.json").read_bytes())
+    assert audit["made"] == audit["trained"] + sum(audit["dropped"].values()) + audit["open"]  # invariant 1
+    assert audit["open"] == 0 or audit["committed"] < 1
+    groups = [group for groups in audit["steps"].values() for group in groups]
+    assert len(groups) == len(set(groups)), "a group was trained twice"
+
+
+def submit_here(tmp_path: Path, toml: str) -> TestRun:
+    """On the local cluster, as ourselves, in the background."""
+    job = tmp_path / "job.toml"
+    job.write_text(toml)
+    for source in LIGHT.glob("*.py"):
+        (tmp_path / source.name).write_text(source.read_text())
+    env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
+
+    def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-m", "rrl.cli.app", *argv], env=env, text=True, **popen)
+
+    process = call("submit", str(job), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return TestRun(RunDir(tmp_path / "runs" / json.loads(out)["run"]), env, call)
+
+
+def others(before: dict[ReplicaId, Any], after: dict[ReplicaId, Any], but: Sequence[ReplicaId]) -> tuple[Any, Any]:
+    """Both without ``but``: what must be equal when only those were hurt."""
+    return tuple({id: seen for id, seen in some.items() if id not in but} for some in (before, after))  # type: ignore[return-value]
+
+
+def is_worker(life: Life) -> bool:
+    return role_of(life.replica) != AGENT

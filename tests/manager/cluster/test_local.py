@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from rrl.manager.cluster import (
+    AllocationSeen,
+    AllocationState,
+    Ask,
+    NodeSeen,
+    NodeState,
+    Refused,
+    Step,
+    Unanswered,
+)  # fmt: skip
+from rrl.manager.cluster.local import LocalCluster
+from rrl.spec.jobview import Resources
+from rrl.spec.launch import Launch
+from rrl.spec.processes import look
+from rrl.spec.words import NodeName
+from rrl.tests.lab.first import Lab, Manager, eventually, lab
+from rrl.tests.lab.local import crash, processes_on
+from rrl.transport.messages import AgentBeat, AgentHello, StepExit, Wanted
+
+SLEEP = ("sleep", "1000")
+DAEMON = ("sh", "-c", "(setsid sleep 1001 &) ; exec sleep 1000")
+
+
+def ask(tag: str, count: int, *exclude: str) -> Ask:
+    return Ask(tag, count, Resources(), walltime=3600.0, exclude=tuple(map(NodeName, exclude)))
+
+
+def step_of(at: Lab, launch: Launch, allocation: str = "pool", agent: bool = False) -> Step:
+    return Step(
+        launch.tag, allocation, launch.node, Resources(), at.run.launch_file(launch.tag),
+        at.run.logs / f"{launch.tag}.first.log", overlap=agent, agent=agent,
+    )  # fmt: skip
+
+
+def play(tmp_path: Path, story: Callable[[Lab, LocalCluster], Awaitable[None]], nodes: int | None = None) -> None:
+    async def scene(at: Lab) -> None:
+        cluster = LocalCluster(at.run, nodes)
+        await story(at, cluster)
+        await cluster.close()
+
+    with lab(tmp_path) as at:
+        asyncio.run(scene(at))
+
+
+async def steps(cluster: LocalCluster) -> dict[str, NodeName]:
+    seen = await cluster.observe()
+    assert seen.steps is not None
+    return seen.steps
+
+
+async def nodes_of(cluster: LocalCluster, tag: str) -> tuple[NodeName, ...]:
+    seen = await cluster.observe()
+    assert seen.allocations is not None
+    return seen.allocations[tag].nodes
+
+
+async def wanted(manager: Manager, launch: Launch) -> None:
+    await manager.hears(Wanted, lambda message: message.tag == launch.tag)
+
+
+async def running(at: Lab, launch: Launch, count: int) -> None:
+    """So many processes of this step live."""
+    await eventually(lambda: len(at.processes(launch)) == count, f"{count} processes of {launch.tag}")
+
+
+def test_nodes_are_handed_out_lowest_first_without_the_excluded_the_taken_and_those_down(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        await cluster.request(ask("pool", 2, "local2"))
+        crash(at.run, NodeName("local4"))
+        await cluster.request(ask("more", 2))
+        seen = await cluster.observe()
+        assert seen.allocations == {
+            "pool": AllocationSeen(AllocationState.RUNNING, "pool", (NodeName("local1"), NodeName("local3"))),
+            "more": AllocationSeen(AllocationState.RUNNING, "more", (NodeName("local2"), NodeName("local5"))),
+        }
+        assert seen.nodes is not None
+        assert seen.nodes[NodeName("local1")].state is NodeState.UP
+        assert seen.nodes[NodeName("local4")] == NodeSeen(NodeState.DOWN, "marked down")
+
+    play(tmp_path, story)
+
+
+def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        with pytest.raises(Refused, match="4 nodes wanted, 3 of 3"):
+            await cluster.request(ask("pool", 4))
+        await cluster.request(ask("pool", 3))
+        with pytest.raises(Refused, match="1 nodes wanted, 0 of 3"):
+            await cluster.request(ask("spare", 1))
+        await cluster.release("pool")
+        await cluster.request(ask("spare", 1))
+        seen = await cluster.observe()
+        assert seen.allocations is not None
+        assert seen.allocations.keys() == {"spare"}
+
+    play(tmp_path, story, nodes=3)
+
+
+def test_asking_again_with_the_same_tag_gives_the_same_nodes(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        await cluster.request(ask("pool", 2))
+        await cluster.request(ask("pool", 2))
+        assert await nodes_of(cluster, "pool") == ("local1", "local2")
+
+    play(tmp_path, story)
+
+
+def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager() as manager:
+            await cluster.request(ask("pool", 2))
+            launch = at.launch("sh", "-c", "read line < go", node="local2")
+            os.mkfifo(at.run.path / "go")
+            await cluster.launch(step_of(at, launch))
+            await wanted(manager, launch)
+            await cluster.joined(launch.tag)
+            assert await steps(cluster) == {launch.tag: "local2"}
+            await asyncio.to_thread((at.run.path / "go").write_text, "\n")
+            assert (await manager.hears(StepExit)).code == 0
+            await eventually(lambda: not at.processes(launch))
+            assert await steps(cluster) == {}
+            with pytest.raises(Refused, match="launched before"):
+                await cluster.launch(step_of(at, launch))
+
+    play(tmp_path, story)
+
+
+def test_an_agent_is_launched_like_a_step(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager() as manager:
+            await cluster.request(ask("pool", 1))
+            agent = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
+            await cluster.launch(step_of(at, agent, agent=True))
+            assert (await manager.hears(AgentHello)).node == "local1"
+            launch = at.launch(*SLEEP)
+            await cluster.launch(step_of(at, launch))
+            await manager.hears(AgentBeat, lambda beat: beat.alive == (launch.tag,))
+            assert (await steps(cluster)).keys() == {agent.tag, launch.tag}
+
+    play(tmp_path, story)
+
+
+def test_a_launch_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        await cluster.request(ask("pool", 2))
+        crash(at.run, NodeName("local2"))
+        with pytest.raises(Refused, match="not in an allocation"):
+            await cluster.launch(step_of(at, at.launch(*SLEEP), allocation="none"))
+        with pytest.raises(Refused, match="not in an allocation"):
+            await cluster.launch(step_of(at, at.launch(*SLEEP, node="local3")))
+        with pytest.raises(Refused, match="is down"):
+            await cluster.launch(step_of(at, at.launch(*SLEEP, node="local2")))
+        with pytest.raises(Refused, match="cannot start"):
+            await LocalCluster(at.run, python="/no/python").launch(step_of(at, at.launch(*SLEEP)))
+        assert await steps(cluster) == {}
+        launch = at.launch(*SLEEP)
+        await cluster.launch(step_of(at, launch))
+        with pytest.raises(Refused, match="launched before"):
+            await cluster.launch(step_of(at, launch))
+
+    play(tmp_path, story)
+
+
+def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager():
+            await cluster.request(ask("pool", 1))
+            launch = at.launch(*DAEMON)
+            await cluster.launch(step_of(at, launch))
+            await running(at, launch, 3)
+            await cluster.stop(launch.tag, grace=5.0)
+            assert at.processes(launch) == []
+            assert await steps(cluster) == {}
+            record = at.record(launch)
+            assert record is not None
+            assert record.why == "asked"
+            await cluster.stop(launch.tag, grace=5.0)
+            await cluster.stop("run-1.never.1", grace=5.0)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("victim", ["frozen", "dead"])
+def test_a_step_that_cannot_obey_is_swept(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.manager.cluster.local.STOP_MARGIN", 0.1)
+
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager():
+            await cluster.request(ask("pool", 1))
+            launch = at.launch(*DAEMON)
+            await cluster.launch(step_of(at, launch))
+            await running(at, launch, 3)
+            first = next(process for process in at.processes(launch) if process.module)
+            os.kill(first.pid, signal.SIGSTOP if victim == "frozen" else signal.SIGKILL)
+            await cluster.stop(launch.tag, grace=0.1)
+            assert at.processes(launch) == []
+
+    play(tmp_path, story)
+
+
+def test_an_unkillable_step_is_unanswered_and_stays_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        await cluster.request(ask("pool", 1))
+        launch = at.launch(*SLEEP)
+        await cluster.launch(step_of(at, launch))
+        with monkeypatch.context() as patch:
+            patch.setattr("rrl.manager.cluster.local.sweep", lambda find, within: (list(find()), list(find())))
+            with pytest.raises(Unanswered, match="does not end"):
+                await cluster.release("pool")
+        assert await steps(cluster) == {launch.tag: "local1"}
+        assert await nodes_of(cluster, "pool") == ("local1",)
+
+    monkeypatch.setattr("rrl.manager.cluster.local.RELEASE_GRACE", 0.0)
+    play(tmp_path, story)
+
+
+def test_a_release_leaves_nothing_of_its_allocation_and_touches_no_other(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager():
+            await cluster.request(ask("pool", 2))
+            await cluster.request(ask("other", 1))
+            held = [at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n + 1}") for n in range(2)]
+            other = at.launch(*DAEMON, replica="trainer/0", node="local3")
+            for launch in held:
+                await cluster.launch(step_of(at, launch))
+            await cluster.launch(step_of(at, other, allocation="other"))
+            for launch in (*held, other):
+                await running(at, launch, 3)
+            await cluster.release("pool")
+            assert [at.processes(launch) for launch in held] == [[], []]
+            assert len(at.processes(other)) == 3
+            seen = await cluster.observe()
+            assert seen.allocations is not None
+            assert seen.allocations.keys() == {"other"}
+            await cluster.release("pool")
+
+    play(tmp_path, story)
+
+
+def test_the_next_manager_finds_the_steps_of_a_killed_one(tmp_path: Path) -> None:
+    """The first one runs in a process of its own and is killed -9."""
+    code = """
+import asyncio, sys, pathlib
+from rrl.manager.cluster.local import LocalCluster
+from rrl.spec.rundir import RunDir
+from rrl.manager.cluster import Step
+from rrl.spec.jobview import Resources
+async def main():
+    run = RunDir(pathlib.Path(sys.argv[1]))
+    for tag in sys.argv[2:]:
+        step = Step(tag, "pool", "local1", Resources(), run.launch_file(tag), run.logs / "first.log")
+        await LocalCluster(run).launch(step)
+    print("launched", flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager() as manager:
+            await cluster.request(ask("pool", 1))
+            recorded, unrecorded = at.launch(*DAEMON, replica="rollout/0"), at.launch(*DAEMON, replica="rollout/1")
+            argv = [sys.executable, "-c", code, str(at.run.path), recorded.tag, unrecorded.tag]
+            killed = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+            assert killed.stdout is not None
+            await killed.stdout.readline()
+            killed.kill()
+            await killed.wait()
+            record = at.run.cluster / "steps" / f"{unrecorded.tag}.json"
+            half = record.read_text().replace('"pid":', '"was":').replace('"started":', '"then":')
+            record.write_text(half)  # as if it had died before it could write who was started
+            for launch in (recorded, unrecorded):
+                await wanted(manager, launch)
+                await running(at, launch, 3)
+            assert await steps(cluster) == {recorded.tag: "local1", unrecorded.tag: "local1"}
+            with pytest.raises(Refused, match="launched before"):
+                await cluster.launch(step_of(at, unrecorded))
+            await cluster.release("pool")
+            assert at.processes() == []
+
+    play(tmp_path, story)
+
+
+def test_a_launch_that_never_came_to_be_may_be_made_again(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager() as manager:
+            await cluster.request(ask("pool", 1))
+            launch = at.launch(*SLEEP)
+            record = at.run.cluster / "steps" / f"{launch.tag}.json"
+            file = at.run.launch_file(launch.tag)
+            record.write_text(f'{{"allocation":"pool","node":"local1","launch_file":"{file}"}}')
+            assert await steps(cluster) == {}
+            await cluster.launch(step_of(at, launch))
+            await manager.hears(Wanted)
+            assert await steps(cluster) == {launch.tag: "local1"}
+
+    play(tmp_path, story)
+
+
+def test_a_crashed_node_takes_everything_on_it_and_nothing_else(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager():
+            await cluster.request(ask("pool", 2))
+            one, two = (at.launch(*DAEMON, replica=f"rollout/{n}", node=f"local{n}") for n in (1, 2))
+            for launch in (one, two):
+                await cluster.launch(step_of(at, launch))
+                await running(at, launch, 3)
+            await asyncio.to_thread(crash, at.run, NodeName("local1"))
+            assert processes_on(at.run, NodeName("local1")) == []
+            assert len(at.processes(two)) == 3
+            seen = await cluster.observe()
+            assert seen.steps == {two.tag: "local2"}
+            assert seen.nodes is not None
+            assert seen.nodes[NodeName("local1")].state is NodeState.DOWN
+
+    play(tmp_path, story)
+
+
+def test_steps_outlive_the_cluster_object(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager():
+            await cluster.request(ask("pool", 1))
+            launch = at.launch(*SLEEP)
+            await cluster.launch(step_of(at, launch))
+            await running(at, launch, 2)
+            await cluster.close()
+            assert len(at.processes(launch)) == 2
+
+    play(tmp_path, story)
+
+
+def test_an_ended_step_leaves_no_zombie(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager() as manager:
+            await cluster.request(ask("pool", 1))
+            launch = at.launch("true")
+            await cluster.launch(step_of(at, launch))
+            pid = (await manager.hears(Wanted)).pid
+            await eventually(lambda: not Path(f"/proc/{pid}").exists())
+            assert look(pid) is None
+
+    play(tmp_path, story)
+
+
+def test_records_that_cannot_be_read_are_unknown_and_not_gone(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        await cluster.request(ask("pool", 1))
+        (at.run.cluster / "pool.json").write_text("garbage")
+        seen = await cluster.observe()
+        assert (seen.nodes, seen.allocations, seen.steps) == (None, None, None)
+        assert "pool" in seen.unknown or "JSON" in seen.unknown
+        with pytest.raises(Refused):
+            await cluster.launch(step_of(at, at.launch(*SLEEP)))
+
+    play(tmp_path, story)

@@ -1,0 +1,104 @@
+"""Which words of Slurm mean "certainly not done", what is scrubbed, deadlines, and the budget of reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.manager.cluster import Refused, Unanswered
+from rrl.manager.cluster.slurm_commands import Budget, Ended, environment, execute, failure
+
+REFUSALS = """\
+sbatch: error: invalid partition specified: nope / sbatch: error: Batch job submission failed: Invalid partition name specified
+sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified
+sbatch: error: Batch job submission failed: Requested node configuration is not available
+sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)
+salloc: error: Job submit/allocate failed: Invalid feature specification
+sbatch: error: Invalid generic resource (gres) specification
+sbatch: unrecognized option '--badopt'
+sbatch: error: Invalid --time specification
+srun: error: Unable to confirm allocation for job 9: Invalid job id specified
+srun: error: Unable to confirm allocation for job 34: Job is pending execution
+srun: error: Unable to create step for job 33: Memory required by task is not available
+srun: error: Unable to create step for job 1: Requested nodes are busy
+"""  # noqa: E501
+OPEN = """\
+sbatch: error: Batch job submission failed: Socket timed out on send/recv operation
+sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)
+sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received
+sbatch: error: Batch job submission failed: Unspecified error
+srun: error: Unable to confirm allocation for job 5: Socket timed out on send/recv operation / srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 5
+salloc: error: Job submit/allocate failed: Socket timed out on send/recv operation
+slurm_load_jobs error: Unable to contact slurm controller (connect failure)
+scancel: error: Kill job error on job id 5: Socket timed out on send/recv operation
+a sentence that nobody has seen before
+"""  # noqa: E501
+
+
+def said(line: str) -> Ended:
+    return Ended(1, "", line.replace(" / ", "\n") + "\n")
+
+
+@pytest.mark.parametrize("line", REFUSALS.splitlines())
+def test_what_slurm_answered_with_no_is_certainly_not_done(line: str) -> None:
+    assert isinstance(failure("x", said(line)), Refused)
+
+
+@pytest.mark.parametrize("line", OPEN.splitlines())
+def test_a_lost_answer_or_unknown_words_leave_it_open(line: str) -> None:
+    assert isinstance(failure("x", said(line)), Unanswered)
+
+
+def test_a_surrounding_jobs_variables_do_not_reach_slurm_but_its_configuration_does() -> None:
+    given = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7", "SBATCH_PARTITION": "p", "SQUEUE_FORMAT": "%i", "SRUN_X": "1",
+             "PMIX_RANK": "0", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "de_DE"}  # fmt: skip
+    assert environment(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "C"}
+
+
+def test_a_command_beyond_its_deadline_is_killed_with_its_children_and_unanswered(tmp_path: Path) -> None:
+    code = ("import os, subprocess, sys; p = subprocess.Popen(['sleep', '1000']);"
+            "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); p.wait()")  # fmt: skip
+    pids = tmp_path / "pids"
+    with pytest.raises(Unanswered, match="no answer within"):
+        asyncio.run(execute((sys.executable, "-c", code, str(pids)), within=2.0))
+    for pid in pids.read_text().split():
+        assert not _lives(int(pid))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_command_that_is_not_there_was_certainly_not_run() -> None:
+    with pytest.raises(Refused, match="cannot be started"):
+        asyncio.run(execute((f"{os.getpid()}-no-such-command",), within=5.0))
+
+
+def test_input_output_errors_and_code_come_back() -> None:
+    code = "import sys; print(sys.stdin.read()); print('e', file=sys.stderr); sys.exit(3)"
+    ended = asyncio.run(execute((sys.executable, "-c", code), 20.0, "given"))
+    assert (ended.code, ended.out, ended.err) == (3, "given\n", "e\n")
+
+
+def test_the_budget_refills_steadily_and_actions_read_on_credit() -> None:
+    now = 0.0
+    budget = Budget(6, clock=lambda: now)
+    assert budget.take(3)
+    assert budget.take(3)
+    assert not budget.take(3)
+    now = 29.0
+    assert not budget.take(3)
+    now = 30.0
+    assert budget.take(3)
+    assert budget.take(2, credit=True)
+    now = 70.0  # 4 refilled, 2 owed
+    assert not budget.take(3)
+    now = 80.0
+    assert budget.take(3)

@@ -1,0 +1,121 @@
+"""What Slurm printed (recorded on 22.05.8 in the lab) and what cannot be understood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rrl.manager.cluster import AllocationState, NodeState
+from rrl.manager.cluster.slurm_text import (
+    Job,
+    Unreadable,
+    inactive_limit,
+    node_state,
+    read_jobs,
+    read_nodes,
+    read_steps,
+)  # fmt: skip
+
+
+def recorded(name: str) -> str:
+    return (Path(__file__).with_name("recorded") / f"{name}-22.05.txt").read_text()
+
+
+def jobs(name: str) -> dict[str, Job]:
+    return {job.id: job for job in read_jobs(recorded(name))}
+
+
+def test_a_running_pool_has_its_nodes_and_its_tag() -> None:
+    pool = jobs("jobs")["37"]
+    assert pool == Job("37", AllocationState.RUNNING, ("n1", "n2"), "demo.pool", "RUNNING", "rrl demo demo.pool")
+
+
+def test_a_pending_job_says_why_it_waits() -> None:
+    waiting = jobs("jobs")
+    assert (waiting["40"].state, waiting["40"].nodes) == (AllocationState.PENDING, ())
+    assert waiting["40"].detail == "PENDING: Resources"
+    assert waiting["41"].detail == "PENDING: PartitionConfig"
+    assert waiting["41"].comment == ""
+
+
+def test_a_long_reason_with_commas_and_spaces_stays_in_its_field() -> None:
+    assert jobs("jobs-after-crash")["40"].detail.endswith("reserved for jobs in higher priority partitions")
+
+
+def test_completing_and_every_kind_of_end_have_ended() -> None:
+    ended = jobs("jobs")
+    assert {ended[job].detail.split(":")[0] for job in ("38", "39", "42")} == {"COMPLETING", "FAILED", "COMPLETED"}
+    assert {ended[job].state for job in ("13", "36", "38", "39", "42")} == {AllocationState.ENDED}
+
+
+def test_bars_quotes_and_line_ends_in_a_strangers_name_do_no_harm() -> None:
+    odd = jobs("jobs")["42"]
+    assert (odd.name, odd.comment) == ("odd | name\ndemo.pool", 'a|b "c" d')
+
+
+def test_a_lost_node_leaves_the_job_and_its_step_stays_listed() -> None:
+    assert jobs("jobs-after-crash")["37"].nodes == ("n1",)
+    assert {step.name: step.nodes for step in read_steps(recorded("steps-after-crash"))}["demo.agent-n2.1"] == ("n2",)
+
+
+def test_numbered_steps_are_read_and_the_batch_step_is_not() -> None:
+    steps = {step.id: (step.job, step.name) for step in read_steps(recorded("steps"))}
+    assert steps == {
+        "37.0": ("37", "demo.agent-n1.1"), "37.1": ("37", "demo.agent-n2.1"), "37.2": ("37", "demo.rollout-0.2"),
+    }  # fmt: skip
+
+
+def test_node_states_come_with_slurms_own_words() -> None:
+    nodes = {name: (seen.state, seen.detail) for name, seen in read_nodes(recorded("nodes")).items()}
+    assert nodes == {
+        "n1": (NodeState.DRAINING, "MIXED+DRAIN: admin: look"),
+        "n2": (NodeState.DOWN, "DOWN+NOT_RESPONDING: Not responding"),
+        "n3": (NodeState.DRAINING, "IDLE+DRAIN: disk | is full"),
+        "n4": (NodeState.DOWN, "DOWN: broken"),
+        "n5": (NodeState.UP, "IDLE"),
+    }
+
+
+def test_a_node_that_only_does_not_respond_yet_is_unknown() -> None:
+    seen = read_nodes(recorded("nodes-not-responding"))["n2"]
+    assert (seen.state, seen.detail) == (NodeState.UNKNOWN, "MIXED+NOT_RESPONDING")
+
+
+def test_a_name_that_slurm_does_not_know_is_unknown() -> None:
+    assert read_nodes(recorded("nodes-not-responding"))["n9"].state is NodeState.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("IDLE", NodeState.UP), ("ALLOCATED+COMPLETING", NodeState.UP), ("MIXED+PLANNED", NodeState.UP),
+        ("idle*", NodeState.UNKNOWN), ("mixed*", NodeState.UNKNOWN), ("down*", NodeState.DOWN),
+        ("DOWN*+DRAIN", NodeState.DOWN), ("drained*", NodeState.DRAINING), ("idle~", NodeState.DOWN),
+        ("IDLE+CLOUD+POWERED_DOWN", NodeState.DOWN), ("IDLE+POWERING_UP", NodeState.UNKNOWN),
+        ("MIXED+REBOOT_REQUESTED", NodeState.DOWN), ("FUTURE", NodeState.UNKNOWN), ("NEWSTATE", NodeState.UNKNOWN),
+    ],
+)  # fmt: skip
+def test_suffixes_and_flags_of_a_node_state(text: str, state: NodeState) -> None:
+    assert node_state(text) is state
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["slurm_load_jobs error: something new", "\x1e37\x1fRUNNING\x1fn1", "\x1e37\x1fDREAMING\x1fn1\x1fa\x1fNone\x1fx\n",
+     "\x1e37\x1fRUNNING\x1fn[1-\x1fa\x1fNone\x1fx\n"],
+)  # fmt: skip
+def test_what_is_not_understood_is_neither_there_nor_gone(text: str) -> None:
+    with pytest.raises(Unreadable):
+        read_jobs(text)
+
+
+def test_nothing_listed_is_an_answer_too() -> None:
+    assert read_jobs("") == []
+    assert read_steps("") == []
+
+
+def test_the_inactive_limit_is_found_in_the_configuration() -> None:
+    assert inactive_limit("HealthCheckInterval     = 0 sec\nInactiveLimit           = 120 sec\nJobAcct = x") == 120
+    with pytest.raises(Unreadable):
+        inactive_limit("")

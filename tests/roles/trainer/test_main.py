@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+import rrl
+from rrl.roles.checkpoint_files import describe, fresh_folder
+from rrl.roles.model import ModelSpec, build_model
+from rrl.roles.rollout import main as rollout_main
+from rrl.roles.rollout.engine import Sampling
+from rrl.roles.rollout.torch_engine import TorchEngine
+from rrl.roles.tensors import PackedTensor, unpack
+from rrl.roles.tokenizer import EOS, Tokenizer
+from rrl.roles.trainer import main as trainer_main
+from rrl.roles.trajectories.types import Batch, Item, Segment
+from rrl.spec.job import Job
+from rrl.spec.launch import Launch
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, NodeName, ReplicaId, Version
+from rrl.tests.roles.trainer import harness
+from rrl.transport.weights.manifest import TensorSpec, layout
+
+pytestmark = pytest.mark.torch
+
+_STEPS = 4
+
+
+class _Died(Exception):
+    """As a kill would end the process."""
+
+
+def _job() -> dict[str, Any]:
+    job = Job.model_validate(
+        {
+            "run": {"name": "test", "steps": _STEPS, "seed": 3},
+            "model": {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}},
+            "task": {"function": f"{__name__}:_Sums"},
+            "roles": {"rollout": {"segment_tokens": 2}},
+        }
+    )
+    return job.model_dump(mode="json")
+
+
+class _Version:
+    def __init__(self, version: Version, tensors: Sequence[PackedTensor]) -> None:
+        specs, nbytes = layout([(name, dtype, shape, content.nbytes) for name, dtype, shape, content in tensors])
+        flat = memoryview(bytearray(nbytes))
+        for spec, (_, _, _, content) in zip(specs, tensors, strict=True):
+            flat[spec.offset : spec.offset + spec.nbytes] = content
+        self.version = version
+        self.tensors: tuple[TensorSpec, ...] = specs
+        self.flat = flat.toreadonly()
+
+
+class _Worker:
+    """What :class:`rrl.roles.worker.Worker` offers, in memory; its ``committed`` outlives it, as the store does."""
+
+    def __init__(self, replica: str, incarnation: int, run_dir: RunDir, committed: dict[int, dict[str, Any]]) -> None:
+        life = Life(ReplicaId(replica), incarnation)
+        self.launch = Launch("tag", str(run_dir.path), life, NodeName("n"), (), {}, "/", 1.0, False)
+        self.run_dir = run_dir
+        self.job = _job()
+        self.settings = self.job["roles"][replica.partition("/")[0]]
+        self.phases: list[str] = []
+        self.published: list[_Version] = []
+        self.commits = committed
+        self.metrics: list[dict[str, float]] = []
+        self.queue: list[Batch] = []
+        self.dies_before_commit_of: int | None = None
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+    @property
+    def committed_manifest(self) -> dict[str, Any] | None:
+        return self.commits[max(self.commits)] if self.commits else None
+
+    def batches(self, after: int | None = None) -> Iterator[Batch]:
+        yield from self.queue[after:]
+
+    def checkpoint_dir(self, number: int) -> Path:
+        return fresh_folder(self.run_dir.checkpoints, number, self.launch.life.incarnation)
+
+    def commit(self, number: int, files: Sequence[Path], metrics: dict[str, float]) -> None:
+        if number == self.dies_before_commit_of:
+            raise _Died
+        self.commits[number] = describe(self.run_dir.path, files)
+        self.metrics.append(metrics)
+
+    def publish(self, number: int, tensors: Sequence[PackedTensor]) -> None:
+        self.published.append(_Version(Version(number, self.launch.life.incarnation), tensors))
+
+
+def _run_dir(path: Path) -> RunDir:
+    made = RunDir(path)
+    made.create()
+    return made
+
+
+def _spec() -> ModelSpec:
+    return msgspec.convert(_job()["model"], ModelSpec)
+
+
+def _batches() -> list[Batch]:
+    engine = TorchEngine(build_model(_spec(), 13, 3), eos=EOS, seed=1)
+    engine.load(Version(0, 1), build_model(_spec(), 13, 3).state_dict().items())
+
+    def score(item: int, tokens: tuple[int, ...]) -> tuple[float, float]:
+        return float(tokens[0] % 2), tokens[0] / 13
+
+    return [harness.sampled_batch(engine, [(2, 3, 4), (5, 6)], n * 2, 4, 3, n, score) for n in range(1, _STEPS + 1)]
+
+
+def _train(monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch]) -> _Worker:
+    worker.queue = batches
+    monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
+    trainer_main.main()
+    return worker
+
+
+def _bytes(version: _Version) -> bytes:
+    return bytes(version.flat)
+
+
+def test_each_step_is_trained_committed_and_published_in_this_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worker = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}), _batches())
+    assert worker.phases[:5] == ["train", "publish", "train", "checkpoint", "publish"]
+    assert [each.version.step for each in worker.published] == [0, 1, 2, 3, 4]
+    assert sorted(worker.commits) == [1, 2, 3, 4]
+    assert [metrics["reward"] for metrics in worker.metrics] == [
+        sum(each.reward for each in batch.trajectories) / 8 for batch in worker.queue
+    ]
+
+
+def test_a_trainer_that_died_before_a_commit_comes_back_and_ends_with_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    batches = _batches()
+    undisturbed = _train(monkeypatch, _Worker("trainer/0", 1, _run_dir(tmp_path / "whole"), {}), batches)
+    run_dir, commits = _run_dir(tmp_path / "run"), {}  # type: tuple[RunDir, dict[int, dict[str, Any]]]
+    first = _Worker("trainer/0", 1, run_dir, commits)
+    first.dies_before_commit_of = 3
+    with pytest.raises(_Died):
+        _train(monkeypatch, first, batches)
+    second = _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits), batches)
+
+    assert second.phases[:2] == ["checkpoint", "publish"]
+    assert second.published[0].version == Version(2, 2)
+    assert _bytes(second.published[0]) == _bytes(first.published[2])
+    assert [each.version.step for each in second.published] == [2, 3, 4]
+    assert _bytes(second.published[-1]) == _bytes(undisturbed.published[-1])
+    assert first.metrics + second.metrics == undisturbed.metrics
+    assert len(list(run_dir.checkpoints.iterdir())) == 2
+
+
+class _Sums:
+    """A task that tells which seed made it."""
+
+    asked: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def prompt(self, i: int) -> str:
+        self.asked.append((self._seed, i))
+        return f"{i % 10}="
+
+    def answer(self, i: int) -> str:
+        return str(i % 10)
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        raise AssertionError("a warm start scores nothing")
+
+
+def test_a_fresh_trainer_learns_the_answers_of_other_items_than_the_runs_before_it_publishes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worker = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {})
+    worker.settings = worker.settings | {"warm_start_steps": 60, "warm_start_batch": 10}
+    _Sums.asked.clear()
+    _train(monkeypatch, worker, [])
+    assert [i for _, i in _Sums.asked] == list(range(600))
+    assert {seed for seed, _ in _Sums.asked} != {worker.job["run"]["seed"]}
+    engine = TorchEngine(build_model(_spec(), 13, 0), eos=EOS, seed=0)
+    engine.load(Version(0, 1), unpack(worker.published[0].tensors, worker.published[0].flat))
+    tokenizer = Tokenizer(worker.job["model"]["tokenizer"])
+    items = [Item(n, n, tokenizer.encode(f"{n}="), (), 3) for n in range(10)]
+    for n, segments in harness.roll_out(engine, items, Sampling(greedy=True)).items():
+        assert segments[0].tokens == (*tokenizer.encode(str(n)), EOS)
+
+
+class _Work:
+    def __init__(self, items: tuple[Item, ...]) -> None:
+        self.items = items
+        self.segments: list[Segment] = []
+        self.finished: list[int] = []
+
+    def append(self, segments: Sequence[Segment], finished: Sequence[int]) -> None:
+        self.segments += segments
+        self.finished += finished
+
+
+class _RolloutWorker(_Worker):
+    def __init__(self, run_dir: RunDir, given: list[tuple[_Version | None, _Work]]) -> None:
+        super().__init__("rollout/1", 2, run_dir, {})
+        self._given = given
+        self._new: _Version | None = None
+
+    def work(self, at_most: int) -> Iterator[_Work]:
+        assert at_most == self.settings["lease"]
+        for new, work in self._given:
+            self._new = new
+            yield work
+
+    def new_weights(self) -> _Version | None:
+        return self._new
+
+
+def test_a_rollout_loads_new_weights_before_it_works_and_hands_over_every_segment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_dir = _run_dir(tmp_path / "run")
+    trainer = _train(monkeypatch, _Worker("trainer/0", 1, run_dir, {}), _batches())
+    items = tuple(Item(n, n, (2, 3, 4), (), 5) for n in range(6))
+    works = [_Work(items) for _ in range(3)]
+    versions = [trainer.published[0], None, trainer.published[-1]]
+    worker = _RolloutWorker(run_dir, list(zip(versions, works, strict=True)))
+    monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
+    rollout_main.main()
+
+    assert worker.phases == ["loading_weights", "generate", "generate", "loading_weights", "generate"]
+    assert [{each.version.step for each in work.segments} for work in works] == [{0}, {0}, {4}]
+    for work in works:
+        assert sorted(work.finished) == [0, 1, 2, 3, 4, 5]
+        assert max(len(each.tokens) for each in work.segments) == 2
+    assert works[0].segments != works[1].segments  # it goes on sampling, it does not repeat itself

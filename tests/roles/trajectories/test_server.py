@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
+from rrl.roles.trajectories.server import Server
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import (
+    Answer,
+    Append,
+    Batch,
+    CommittedState,
+    Done,
+    GetBatch,
+    Leased,
+    LeaseWork,
+    NotYet,
+    Score,
+    Segment,
+)
+from rrl.spec.words import Life
+from rrl.tests.roles.trajectories.crew import (
+    ALL,
+    BATCH,
+    GROUP,
+    MAX_NEW,
+    OTHER,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    life,
+    manifest,
+    open_store,
+    segment,
+)
+from rrl.tests.roles.trajectories.store_process import StoreProcess
+from rrl.transport.control import Incoming, Listener
+from rrl.transport.messages import Peer, Peers
+
+DEADLINE = 60.0
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[StoreProcess]:
+    process = StoreProcess(tmp_path)
+    yield process
+    process.kill()
+
+
+@asynccontextmanager
+async def clients(process: StoreProcess, *lives: Life) -> AsyncIterator[list[TrajectoryClient]]:
+    made = [TrajectoryClient(process.keys, each, process.find, patience=DEADLINE) for each in lives]
+    running = [asyncio.create_task(client.run()) for client in made]
+    try:
+        async with asyncio.timeout(DEADLINE):
+            yield made
+    finally:
+        for client in made:
+            await client.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+class Crew:
+    """A whole run over sockets: remembers all that was acknowledged."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.appended: dict[tuple[int, int], Segment] = {}
+        self.batches: dict[int, Batch] = {}
+        self.done = asyncio.Event()
+        self.committed = asyncio.Condition()
+
+    async def roll(self, client: TrajectoryClient, token: int) -> None:
+        while not self.done.is_set():
+            items = await client.lease(5, wait=0.2)
+            for at in range(2):
+                segments = [segment(item.trajectory, at, (token + at,)) for item in items if len(item.so_far) <= at]
+                lost = await client.append(segments, [item.trajectory for item in items] if at else [])
+                self.appended.update({(s.trajectory, s.offset): s for s in segments if s.trajectory not in lost})
+                items = tuple(item for item in items if item.trajectory not in lost)
+
+    async def reward(self, client: TrajectoryClient) -> None:
+        while not self.done.is_set():
+            items = await client.lease_scoring(5, wait=0.2)
+            await client.post_scores([Score(item.trajectory, sum(item.tokens), 0.5) for item in items])
+
+    async def train(self, client: TrajectoryClient) -> None:
+        for number in range(1, self.steps + 1):
+            batch = None
+            while batch is None:
+                batch = await client.batch(number, wait=0.5)
+            self.batches[number] = batch
+            await client.commit(number, manifest(number), batch.digest)
+            async with self.committed:
+                self.committed.notify_all()
+        self.done.set()
+
+    async def at(self, number: int) -> None:
+        async with self.committed:
+            await self.committed.wait_for(lambda: len(self.batches) >= number)
+
+
+def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(process: StoreProcess) -> None:
+    async def run() -> Crew:
+        crew = Crew(40)
+        process.start(ALL)
+        async with clients(process, *ALL) as (first, second, reward, trainer), asyncio.TaskGroup() as group:
+            for work in (crew.roll(first, 5), crew.roll(second, 7), crew.reward(reward), crew.train(trainer)):
+                group.create_task(work)
+            for number in (5, 15, 16, 30):
+                await crew.at(number)
+                process.kill()
+                await asyncio.to_thread(process.start, ALL)
+        return crew
+
+    crew = asyncio.run(run())
+    process.kill()
+    audit = open_store(process.folder).audit()
+    assert audit.committed == 40
+    assert {number: batch.groups for number, batch in crew.batches.items()} == audit.steps
+    groups = [group for step in audit.steps.values() for group in step]
+    assert len(set(groups)) == len(groups) == 40 * BATCH
+    assert (audit.trained, audit.dropped) == (40 * BATCH * GROUP, {})
+    assert audit.made == audit.trained + audit.open
+    for batch in crew.batches.values():
+        for trajectory in batch.trajectories:
+            assert trajectory.reward == sum(trajectory.tokens)
+            for offset, token in enumerate(trajectory.tokens):
+                acknowledged = crew.appended.get((trajectory.id, offset))
+                assert acknowledged is None or acknowledged.tokens == (token,)
+
+
+def test_work_of_a_dead_rollout_goes_on_elsewhere_from_its_prefix_and_the_dead_is_refused(
+    process: StoreProcess,
+) -> None:
+    async def run() -> None:
+        process.start(ALL)
+        async with clients(process, ROLLOUT, OTHER) as (dead, heir):
+            (item,) = await dead.lease(1)
+            await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
+            process.tell({life("rollout/0", 2), *ALL[1:]})
+            with pytest.raises(Fenced, match="succeeded"):
+                while True:  # until the word has arrived
+                    await dead.append([segment(item.trajectory, 0, (5, 6), step=3)])
+            (taken,) = await heir.lease(1)
+            assert taken.trajectory == item.trajectory
+            assert taken.so_far == (segment(item.trajectory, 0, (5, 6), step=3),)
+            assert taken.max_new == MAX_NEW - 2
+            with pytest.raises(Fenced):
+                await dead.lease(1)
+
+    asyncio.run(run())
+
+
+def test_only_what_is_lost_of_an_append_is_left_out(process: StoreProcess) -> None:
+    async def run() -> None:
+        process.start(ALL)
+        async with clients(process, ROLLOUT, OTHER) as (mine, other):
+            await mine.lease(1)
+            await other.lease(1)
+            assert await mine.append([segment(0), segment(1)], [0, 1]) == (1,)
+            assert await other.append([segment(1)], [1]) == ()
+            assert await mine.append([segment(0)], [0]) == ()
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_was_succeeded_cannot_commit(process: StoreProcess) -> None:
+    async def run() -> None:
+        process.start(ALL)
+        crew = Crew(1)
+        async with clients(process, ROLLOUT, REWARD, TRAINER, life("trainer/0", 2)) as (rollout, reward, old, new):
+            rolling = asyncio.create_task(crew.roll(rollout, 5))
+            rewarding = asyncio.create_task(crew.reward(reward))
+            batch = await old.batch(1, wait=DEADLINE)
+            assert batch is not None
+            assert await new.committed() == CommittedState(None, None)
+            with pytest.raises(Fenced):
+                await old.commit(1, manifest(1), batch.digest)
+            assert await new.batch(1) == batch
+            with pytest.raises(Refused, match="bound to"):
+                await new.commit(1, manifest(1), "0" * 64)
+            await new.commit(1, manifest(1), batch.digest)
+            assert await new.committed() == CommittedState(1, manifest(1))
+            crew.done.set()
+            await asyncio.gather(rolling, rewarding)
+
+    asyncio.run(run())
+
+
+def test_a_worker_whose_welcome_overtook_the_word_to_the_store_waits_and_is_served(process: StoreProcess) -> None:
+    async def run() -> None:
+        process.start([TRAINER])
+        async with clients(process, ROLLOUT) as (rollout,):
+            assert await rollout.lease(1, wait=0.0) == ()
+            asking = asyncio.create_task(rollout.lease(1, wait=DEADLINE))
+            process.tell(ALL)
+            assert len(await asking) == 1
+
+    asyncio.run(run())
+
+
+def test_the_store_is_found_in_the_managers_word_and_its_incarnation_is_the_epoch() -> None:
+    store = life("trajectories/0", 3)
+    joining = Peers(1, 1, {store.replica: Peer(store), ROLLOUT.replica: Peer(ROLLOUT, "tcp://elsewhere:1")})
+    assert store_address(None) is None
+    assert store_address(joining) is None
+    found = store_address(Peers(1, 2, {store.replica: Peer(store, "tcp://here:5", joined=True)}))
+    assert found is not None
+    assert (found.epoch, found.endpoint) == (3, "tcp://here:5")
+
+
+# ── rounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Script:
+    """A listener without a socket: what arrived, what was told, and how often the disk was asked meanwhile."""
+
+    def __init__(self, store: Store) -> None:
+        self.arrived: deque[Incoming] = deque()
+        self.told: dict[int | None, Answer] = {}
+        self.news = asyncio.Event()
+        self.flushes = 0
+        self._flush = store.flush
+        store.flush = self.flush  # type: ignore[method-assign]
+
+    def flush(self) -> None:
+        self._flush()
+        self.flushes += 1
+
+    def say(self, ask: int, message: Any) -> None:
+        self.arrived.append(Incoming(b"peer", ask, message))
+        self.news.set()
+
+    async def receive(self) -> Incoming:
+        while not self.arrived:
+            self.news.clear()
+            await self.news.wait()
+        return self.arrived.popleft()
+
+    async def send(self, peer: bytes, message: Answer, ask: int | None = None) -> None:
+        self.told[ask] = message
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while not true():
+                await asyncio.sleep(0.005)
+
+
+def _serve(tmp_path: Path, play: Callable[[Store, Server, Script], Awaitable[None]]) -> None:
+    async def run() -> None:
+        store = open_store(tmp_path)
+        script = Script(store)
+        server = Server(store, cast(Listener, script))
+        running = asyncio.create_task(server.run())
+        await play(store, server, script)
+        server.stop()
+        await running
+
+    asyncio.run(run())
+
+
+def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, LeaseWork(ROLLOUT, 8))
+        await script.until(lambda: 0 in script.told)
+        before = script.flushes
+        for trajectory in range(8):
+            script.say(1 + trajectory, Append(ROLLOUT, (segment(trajectory),), (trajectory,)))
+        await script.until(lambda: len(script.told) == 9)
+        assert script.flushes - before <= 2
+        assert all(script.told[n] == Done() for n in range(1, 9))
+
+    _serve(tmp_path, play)
+
+
+def test_nothing_is_told_that_could_not_be_made_durable(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = open_store(tmp_path)
+        script = Script(store)
+
+        def full() -> None:
+            raise OSError(28, "No space left on device")
+
+        script._flush = full
+        script.say(1, LeaseWork(ROLLOUT, 8))
+        with pytest.raises(OSError, match="No space"):
+            await Server(store, cast(Listener, script)).run()
+        assert script.told == {}
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_as_long_as_it_says_and_is_served_as_soon_as_it_can_be(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(1, GetBatch(TRAINER, 1, wait=0.05))
+        await script.until(lambda: script.told.get(1) == NotYet())
+        script.say(2, LeaseWork(ROLLOUT, 8, wait=DEADLINE))
+        script.say(3, LeaseWork(OTHER, 8, wait=DEADLINE))
+        await script.until(lambda: 2 in script.told)
+        assert 3 not in script.told
+        server.peers(frozenset(ALL[1:]))  # ROLLOUT is gone
+        await script.until(lambda: 3 in script.told)
+        leased = script.told[3]
+        assert isinstance(leased, Leased)
+        assert len(leased.items) == 8
+
+    _serve(tmp_path, play)

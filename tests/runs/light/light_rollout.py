@@ -1,0 +1,48 @@
+"""A rollout without a model: it answers each prompt token by token, and leaves its life in the log-probabilities.
+
+The real worker API, the real store, the real weight plane; only the arithmetic is missing. Slow on purpose: there is
+always something unfinished to be taken over when it dies.
+"""
+
+from __future__ import annotations
+
+import time
+
+import rrl
+from rrl.roles.trajectories.types import Item, Segment
+from rrl.spec.words import Version
+
+TOKEN_SECONDS = 0.05
+EOS = 1
+
+
+def main() -> None:
+    with rrl.join() as me:
+        mark = -(int(me.launch.life.replica.split("/")[1]) * 100.0 + me.launch.life.incarnation)
+        version = Version(0, 0)
+        for work in me.work(at_most=8):
+            if new := me.new_weights():
+                version = new.version
+                assert bytes(new.flat) == version.step.to_bytes(8, "big"), "weights of another version"
+            with me.phase("generate"):
+                progress = {item.trajectory: sum(len(s.tokens) for s in item.so_far) for item in work.items}
+                while progress:
+                    time.sleep(TOKEN_SECONDS)
+                    segments = [_next(item, progress[item.trajectory], mark, version) for item in work.items
+                                if item.trajectory in progress]  # fmt: skip
+                    finished = [s.trajectory for s in segments if s.tokens == (EOS,)]
+                    lost = work.append(segments, finished)
+                    for segment in segments:
+                        progress[segment.trajectory] += 1
+                    for trajectory in (*finished, *lost):
+                        progress.pop(trajectory, None)
+
+
+def _next(item: Item, offset: int, mark: float, version: Version) -> Segment:
+    """The prompt's digit four times, then the end."""
+    token = EOS if offset == 4 else item.prompt[0]
+    return Segment(item.trajectory, offset, (token,), (mark,), version)
+
+
+if __name__ == "__main__":
+    main()

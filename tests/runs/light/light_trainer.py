@@ -1,0 +1,44 @@
+"""A trainer without a model: its weights are the step's number, its checkpoint is what it was given.
+
+``batches/<step>.<incarnation>.json`` in the run directory tells the test whose tokens went into each step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import rrl
+
+STEP_SECONDS = 0.1
+
+
+def main() -> None:
+    with rrl.join() as me:
+        seen = me.run_dir.path / "batches"
+        seen.mkdir(exist_ok=True)
+        step = me.committed or 0
+        _publish(me, step)
+        for batch in me.batches(after=step):
+            with me.phase("train"):
+                time.sleep(STEP_SECONDS)
+                taken = [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs} for t in batch.trajectories]
+                path = seen / f"{batch.number}.{me.launch.life.incarnation}.json"
+                path.write_text(json.dumps(taken))
+            with me.phase("checkpoint"):
+                file = me.checkpoint_dir(batch.number) / "step.json"
+                file.write_text(json.dumps(batch.number))
+                with file.open() as opened:
+                    os.fsync(opened.fileno())
+                me.commit(batch.number, [file])
+            _publish(me, batch.number)
+
+
+def _publish(me: rrl.Worker, step: int) -> None:
+    with me.phase("publish"):
+        me.publish(step, [("step", "uint8", (8,), memoryview(step.to_bytes(8, "big")))])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Whole runs on the local cluster: isolation, the manager's death, every way to end, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence
+from rrl.manager.state import Status
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.local import crash
+from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_here
+
+VICTIM = ReplicaId("rollout/1")
+
+
+def _end_well(run: TestRun) -> None:
+    state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 25))
+    before = lives(run.wait_steps(3))
+    pid = before[VICTIM][1]
+    assert pid is not None
+    os.killpg(os.getpgid(pid), signal.SIGKILL)
+    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
+    kept, now = others(before, after, [VICTIM])
+    assert now == kept, "somebody else was touched"
+    _end_well(run)
+    assert _continued(run, dead=-101.0), "nothing that the dead rollout began was gone on with"
+    recovery = run.summary()["recoveries"]
+    assert [(r["replica"], r["rung"]) for r in recovery] == [("rollout/1", "restart in place")]
+    assert None not in (recovery[0]["detect_s"], recovery[0]["weights_s"], recovery[0]["first_work_s"])
+
+
+def _continued(run: TestRun, dead: float) -> list[int]:
+    """Trained trajectories that the life of mark ``dead`` began and another one finished, tokens in order."""
+    continued = []
+    for path in sorted((run.run.path / "batches").glob("*.json")):
+        for one in json.loads(path.read_text()):
+            assert one["tokens"] == [one["tokens"][0]] * 4 + [1], one
+            if dead in one["marks"] and len(set(one["marks"])) > 1:
+                continued.append(one["id"])
+    return continued
+
+
+def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 20))
+    before = lives(run.wait_steps(3))
+    step = run.state().replica(VICTIM).step
+    launchers = [pid for pid, command in run.processes().items() if f"rrl.roles.step {run.run.launch_file(step or '')}" in command]
+    assert len(launchers) == 1
+    os.kill(launchers[0], signal.SIGKILL)
+    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
+    kept, now = others(before, after, [VICTIM])
+    assert now == kept
+    _end_well(run)
+
+
+def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 40))
+    before = lives(run.wait_steps(3))
+    node = before[VICTIM][2]
+    assert node is not None
+    crash(run.run, node)
+    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
+    assert after[VICTIM][2] != node
+    kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{node}")])
+    assert now == kept
+    assert run.state().nodes[node].excluded
+    _end_well(run)
+
+
+def test_a_killed_trainer_goes_on_from_its_commit_while_rollouts_stay(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 20))
+    before = lives(run.wait_steps(5))
+    trainer = ReplicaId("trainer/0")
+    pid = before[trainer][1]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    after = lives(run.wait(lambda s: s.replica(trainer).incarnation == 2 and all_work(s)))
+    kept, now = others(before, after, [trainer])
+    assert now == kept
+    _end_well(run)
+    steps = [s.event.step for s in run.events() if isinstance(s.event, ev.StepCommitted)]
+    assert steps == sorted(set(steps)), "a step was committed twice"
+
+
+def test_a_killed_store_comes_back_from_its_log_and_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 20))
+    before = lives(run.wait_steps(3))
+    store = ReplicaId("trajectories/0")
+    pid = before[store][1]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    after = lives(run.wait(lambda s: s.replica(store).incarnation == 2 and all_work(s)))
+    kept, now = others(before, after, [store])
+    assert now == kept
+    _end_well(run)
+
+
+def test_the_manager_is_killed_and_the_next_one_adopts_what_lives(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 60))
+    before = lives(run.wait_steps(3))
+    holder = json.loads((run.run.epochs / "000001").read_text())
+    os.kill(holder["pid"], signal.SIGKILL)
+    step = run.state().step
+    with run.call("manage", run.run.id):
+        run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
+        kept, now = others(before, lives(run.state()), [])
+        assert now == kept, "the roles noticed"
+        _end_well(run)
+    assert run.summary()["recoveries"] == []
+
+
+@pytest.mark.parametrize("how", ["cancel", "interrupt"])
+def test_a_run_that_is_ended_by_its_user_leaves_nothing(tmp_path: Path, how: str) -> None:
+    run = submit_here(tmp_path, light_job("local", 10_000))
+    run.wait_steps(2)
+    if how == "cancel":
+        with run.call("cancel", run.run.id) as process:
+            assert process.wait(60) == 0
+    else:  # Ctrl-C at a foreground manager that took the run over
+        os.kill(json.loads((run.run.epochs / "000001").read_text())["pid"], signal.SIGTERM)
+        with run.call("manage", run.run.id) as process:
+            run.wait(lambda s: s.epoch == 2)
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    assert run.wait_end().outcome == "cancelled"
+    run.wait_gone()
+    assert not list(run.run.mailbox.iterdir())
+
+
+def test_a_role_that_always_fails_ends_the_run_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
+    toml = light_job("local", 10, extra="[recovery]\nper_replica = 2\nbackoff = \"100ms\"\n")
+    toml = toml.replace("[roles.reward]", '[roles.reward]\ncommand = ["false"]')
+    run = submit_here(tmp_path, toml)
+    state = run.wait_end()
+    assert state.outcome == "failed"
+    assert "reward/0" in state.why, state.why
+    run.wait_gone()
+
+
+def test_no_replica_is_believed_in_two_lives_at_once(tmp_path: Path) -> None:
+    """A frozen rollout is replaced; thawed, it is told that it is fenced, and leaves."""
+    run = submit_here(tmp_path, light_job("local", 40))
+    before = lives(run.wait_steps(3))
+    pid = before[VICTIM][1]
+    assert pid is not None
+    os.killpg(os.getpgid(pid), signal.SIGSTOP)
+    run.wait(lambda s: s.replica(VICTIM).incarnation == 2)
+    fenced: list[Any] = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
+    assert [a.life.incarnation for a in fenced if isinstance(a, Fence)] == [1]
+    run.wait(lambda s: s.replica(VICTIM).status is Status.JOINED)
+    _end_well(run)

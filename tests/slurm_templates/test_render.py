@@ -1,0 +1,101 @@
+"""The text of an allocation: golden, refused where it would not hold, and understood by the real sbatch."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.slurm_templates.render import allocation_options, allocation_script, render_allocation
+from rrl.spec.jobview import JobView, Resources
+from rrl.tests.lab.slurm import SlurmLab
+
+NODE = Resources(cpus=4, gpus=2, mem=2 * 2**30)
+
+GOLDEN = """\
+#!/bin/sh
+#SBATCH --job-name=run.more-7
+#SBATCH --comment="rrl run replacement run.more-7"
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --mem=2048M
+#SBATCH --gres=gpu:2
+#SBATCH --time=1-12:00:01
+#SBATCH --no-kill
+#SBATCH --exclude=n[4,9]
+#SBATCH --exclusive
+#SBATCH --partition=main
+#SBATCH --no-requeue
+#SBATCH --chdir=/
+#SBATCH --output=/dev/null
+# This script only holds the nodes. The manager, outside of this job, starts every step in it.
+# Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.
+exec sleep infinity
+"""
+
+
+def options(**extra: str) -> tuple[str, ...]:
+    return allocation_options(
+        tag="run.pool", comment="rrl run run.pool", nodes=2, node=NODE, walltime=3600, exclude=("n4",),
+        extra={name.replace("_", "-"): value for name, value in extra.items()},
+    )  # fmt: skip
+
+
+def test_an_allocation_is_these_lines_and_one_exec() -> None:
+    made = allocation_options(
+        tag="run.more-7", comment="rrl run replacement run.more-7", nodes=3, node=NODE, walltime=129600.5,
+        exclude=("n9", "n4"), extra={"partition": "main", "exclusive": ""},
+    )  # fmt: skip
+    assert allocation_script(made) == GOLDEN
+
+
+def test_what_check_shows_is_what_the_pool_of_the_job_would_be() -> None:
+    view = JobView(name="j", steps=1, cluster="slurm", roles=(), nodes=3, spares=1, node=NODE, sbatch={"account": "a"})
+    text = render_allocation("j-<time>.pool", view)
+    assert '#SBATCH --job-name="j-<time>.pool"\n' in text
+    assert "#SBATCH --nodes=3\n" in text
+    assert "#SBATCH --account=a\n" in text
+
+
+@pytest.mark.parametrize("name", ["job-name", "nodes", "no-kill", "requeue", "array", "wrap", "mem", "time"])
+def test_an_option_that_rrl_sets_cannot_be_passed_on(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is set by rrl"):
+        options(**{name: "1"})
+
+
+@pytest.mark.parametrize(("name", "value"), [("p", "main"), ("-p", "main"), ("par tition", "x"), ("account", "a\nb")])
+def test_what_no_line_can_carry_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=r"not the long name|cannot be printed"):
+        options(**{name: value})
+
+
+def test_typed_gpus_stand_in_for_ours_and_excluded_nodes_add_up() -> None:
+    made = options(gres="gpu:a100:2", exclude="n[7-8]")
+    assert [option for option in made if "gres" in option] == ["--gres=gpu:a100:2"]
+    assert [option for option in made if "exclude" in option] == ["--exclude=n[4,7-8]"]
+
+
+def test_output_given_by_the_user_replaces_the_default() -> None:
+    text = allocation_script(options(output="/tmp/pool.log"))
+    assert "--output=/tmp/pool.log" in text
+    assert "/dev/null" not in text
+
+
+@pytest.mark.slurm
+def test_real_sbatch_reads_every_line_as_it_was_meant(slurm_lab: SlurmLab) -> None:
+    comment = r"""a "b" \ # $HOME 'c' | é"""
+    made = allocation_options(
+        tag="run.pool", comment=comment, nodes=2, node=Resources(3, 1, 2**30), walltime=120, exclude=("n1",),
+        extra={"partition": "main", "nice": "100"},
+    )  # fmt: skip
+    script = slurm_lab.home / "pool.sh"
+    script.write_text(allocation_script(made))
+    script.chmod(0o644)
+    tested = slurm_lab.run_as_user(["sbatch", "--test-only", str(script)])
+    assert "to start at" in tested.stderr
+    job = slurm_lab.run_as_user(["sbatch", "--parsable", "--hold", str(script)]).stdout.strip()
+    shown = slurm_lab.slurm("scontrol", "show", "job", "-o", job)
+    held = slurm_lab.slurm("squeue", "-h", "-j", job, "-o", "%j|%l|%x|%D|%c|%m|%k")
+    slurm_lab.clear()
+    assert held == f"run.pool|2:00|n1|2|3|1G|{comment}\n"
+    for words in ("Requeue=0", "TresPerNode=gres:gpu:1", "NtasksPerN:B:S:C=1:0:*:1", "StdOut=/dev/null", "WorkDir=/ "):
+        assert words in shown

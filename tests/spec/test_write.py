@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.spec.job import Job
+from rrl.spec.load import resolved
+from rrl.spec.units import duration_text, seconds, size, size_text
+from rrl.spec.write import as_toml
+from rrl.tests.spec.jobs import JOB
+
+
+def job(**changes: Any) -> Job:
+    return Job.model_validate(tomllib.loads(JOB) | changes)
+
+
+def test_the_written_spec_is_a_valid_job_toml_of_the_same_job() -> None:
+    before = job(slurm={"account": "a", "exclusive": True, "nice": 3})
+    after = Job.model_validate(tomllib.loads(as_toml(before)))
+    assert resolved(after) == resolved(before)
+    assert after.roles.rollout.min_replicas == 1
+
+
+def test_every_default_is_written() -> None:
+    text = as_toml(job())
+    for line in ('walltime = "1d"', 'silence = "10s"', 'chunk = "8MiB"', "learning_rate = 0.001", 'breaker = 0.2'):
+        assert line in text.splitlines()
+
+
+_TEXT = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=8)
+_ARGS = st.dictionaries(
+    _TEXT,
+    st.recursive(
+        _TEXT | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+
+
+@settings(deadline=None)
+@given(_ARGS, st.lists(_TEXT, min_size=1, max_size=3))
+def test_whatever_the_values_the_round_trip_keeps_them(args: dict[str, Any], command: list[str]) -> None:
+    before = job(task={"dataset": "x", "args": args}, roles={"reward": {"command": command}})
+    after = Job.model_validate(tomllib.loads(as_toml(before)))
+    assert resolved(after) == resolved(before)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.5, "0.5s"), (90, "90s"), (120, "2min"), (86400, "1d"), (0, "0s")])
+def test_durations_are_written_in_the_largest_whole_unit(value: float, text: str) -> None:
+    assert duration_text(value) == text
+    assert seconds(text) == value
+
+
+@given(st.integers(0, 2**50))
+def test_sizes_read_back_as_written(nbytes: int) -> None:
+    assert size(size_text(nbytes)) == nbytes
