@@ -1,6 +1,6 @@
-"""The command line: what there is to say, said once. What a command does lies in its own module, imported when it runs.
+"""Entry point of ``rrl``: runs one command, and turns whatever goes wrong into one line on stderr.
 
-Exit codes: 0 fine, 1 the run or the operation failed, 2 what was asked for cannot be meant. Errors are one line.
+Exit codes: 0 fine, 1 the run or the operation failed, 2 what was asked for cannot be meant.
 """
 
 from __future__ import annotations
@@ -8,172 +8,50 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 DEBUG_ENV = "RRL_DEBUG"
-
-app = typer.Typer(
-    name="rrl",
-    invoke_without_command=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-_RUN = "A run's id, an unambiguous beginning of it, or its folder. Left out: the newest run."
-Run = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUN, show_default=False)]
-NamedRun = Annotated[str, typer.Argument(metavar="RUN", help=_RUN.partition(" Left")[0], show_default=False)]
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="The job spec.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
-
-
-@app.callback()
-def _global(
-    context: typer.Context,
-    runs_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where runs lie. Default: $RRL_RUNS_DIR, else ~/rrl-runs.")
-    ] = None,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
-) -> None:
-    """Reinforcement-learning post-training on Slurm that goes on when machines fail.
-
-    \b
-    rrl check job.toml           is the job spec right, and what would be started?
-    rrl submit job.toml --wait   start it and watch
-    rrl status                   how is the newest run?
-    rrl logs RUN rollout/0 -f    what does that replica say?
-    rrl cancel RUN               end it and give everything back
-    """
-    if version:
-        print_version()
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-    elif runs_dir is not None:
-        from rrl.spec.rundir import RUNS_ENV
-
-        os.environ[RUNS_ENV] = str(runs_dir.expanduser().absolute())
-
-
-@app.command()
-def submit(
-    job: JobFile,
-    foreground: Annotated[bool, typer.Option(help="Run the manager here; Ctrl-C cancels the run.")] = False,
-    wait: Annotated[bool, typer.Option(help="Watch until the run ends; Ctrl-C stops watching only.")] = False,
-    json: Json = False,
-) -> None:
-    """Start a run and print its id.
-
-    \b
-    rrl submit job.toml                returns at once
-    rrl submit job.toml --wait         exit code 0 only if the run completes
-    rrl submit job.toml --foreground   no background process and no manager job
-    """
-    from rrl.cli import submit as command
-
-    raise typer.Exit(command.submit(job, foreground=foreground, wait=wait, json=json))
-
-
-@app.command(short_help="Show how a run is doing.")
-def status(
-    run: Run = None,
-    live: Annotated[bool, typer.Option("--live", help="Keep drawing until the run ends; q leaves it alone.")] = False,
-    json: Json = False,
-) -> None:
-    """Show how a run is doing: its replicas, nodes, findings and recoveries.
-
-    \b
-    rrl status               the newest run
-    rrl status quick --live  the run whose id begins with "quick", redrawn twice a second
-    """
-    from rrl.cli import status as command
-
-    raise typer.Exit(command.status(run, live=live, json=json))
-
-
-@app.command()
-def logs(
-    run: NamedRun,
-    whose: Annotated[
-        str | None,
-        typer.Argument(metavar="ROLE[/REPLICA]", help="Whose logs: rollout, rollout/0, agent, manager.",
-                       show_default=False),
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Newest lines of each log.")] = 20,
-) -> None:  # fmt: skip
-    """Show what a run's processes wrote.
-
-    \b
-    rrl logs quick                  the end of every log
-    rrl logs quick rollout/0 -f     all lives of one replica, and those to come
-    """
-    from rrl.cli import logs as command
-
-    raise typer.Exit(command.logs(run, whose, follow=follow, lines=lines))
-
-
-@app.command(short_help="End a run and give everything back.")
-def cancel(
-    run: NamedRun,
-    wait: Annotated[bool, typer.Option(help="Wait until everything is given back.")] = True,
-) -> None:
-    """End a run: its manager stops every role and gives all nodes back."""
-    from rrl.cli import cancel as command
-
-    raise typer.Exit(command.cancel(run, wait=wait))
-
-
-@app.command("list")
-def list_runs(json: Json = False) -> None:
-    """List your runs, newest first."""
-    from rrl.cli import listing as command
-
-    raise typer.Exit(command.list_runs(json=json))
-
-
-@app.command(short_help="Check a job spec; show what would be submitted.")
-def check(job: JobFile, json: Json = False) -> None:
-    """Check a job spec; print it with every default, and exactly what would be submitted. Touches nothing."""
-    from rrl.cli import check as command
-
-    raise typer.Exit(command.check(job, json=json))
-
-
-@app.command(hidden=True)
-def manage(run: NamedRun) -> None:
-    """Run a manager for a run that has none, here. Ctrl-C leaves; the roles go on."""
-    from rrl.cli import submit as command
-
-    raise typer.Exit(command.manage(run))
-
-
-def print_version() -> None:
-    from importlib.metadata import version
-
-    print(f"rrl {version('rrl-slurm')}")
+"""Set to see the traceback of an unexpected error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``rrl``: runs one command and exits with its code."""
+    """Runs one command and exits with its code."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """One command; returns the exit code. Whatever goes wrong is one line on stderr."""
+    """One command; returns the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal without the block characters shows others instead
             stream.reconfigure(errors="replace")
     try:
-        return int(app(list(arguments), prog_name="rrl", standalone_mode=False) or 0)
-    except typer.Abort:  # Ctrl-C where nothing better was arranged
+        return _run(list(arguments))
+    except KeyboardInterrupt:  # where nothing better was arranged
         return 130
+    except BrokenPipeError:  # | head: nobody reads any more, and the exit must not flush into the void
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         return _told(error)
+
+
+def print_version() -> int:
+    from importlib.metadata import version
+
+    print(f"rrl {version('rrl-slurm')}")
+    return 0
+
+
+def _run(arguments: list[str]) -> int:
+    """The two commands that are typed most do without typer: since 0.26 it imports pydantic to read any argument."""
+    if arguments == ["--version"]:
+        return print_version()
+    if arguments[:1] == ["status"] and len(arguments) <= 2 and not any(word.startswith("-") for word in arguments):
+        from rrl.cli.status import status
+
+        return status(arguments[1] if arguments[1:] else None, live=False, json=False)
+    from rrl.cli.commands import app
+
+    return int(app(arguments, prog_name="rrl", standalone_mode=False) or 0)
 
 
 def _told(error: Exception) -> int:
@@ -185,8 +63,12 @@ def _told(error: Exception) -> int:
         return 2
     if isinstance(error, BadInput | Failed):
         return _line(str(error), 2 if isinstance(error, BadInput) else 1)
+    typer = sys.modules.get("typer")
+    if typer is not None and isinstance(error, typer.Abort):
+        return 130
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
-        return _line(f"{' '.join(error.format_message().split()).rstrip('.')}; see: rrl --help", 2)
+        told = " ".join(error.format_message().split()).rstrip(".")
+        return _line(f"{told}{'' if told.endswith('?') else ';'} see: rrl --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error
     what = " ".join(f"{type(error).__name__}: {error}".split())

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rrl.cli.asking import Failed, all_runs, job_of, read
-from rrl.cli.screen import console, print_json
+from rrl.cli.screen import print_json, show
 from rrl.cli.views.runs import runs_view
 from rrl.cli.views.status import standing
 from rrl.spec.rundir import RunDir, runs_root
@@ -17,7 +17,7 @@ def list_runs(*, json: bool) -> int:
     if json:
         print_json(rows)
     elif rows:
-        console().print(runs_view(rows, time.time()))
+        show(runs_view(rows, time.time()))
     else:
         print(f"no runs in {runs_root()}")
     return 0

@@ -7,18 +7,28 @@ import sys
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 PLAIN_WIDTH = 100
 """columns where stdout is no terminal: the same text wherever it is piped"""
 
 
-def console(error: bool = False) -> Console:
+def console() -> Console:
     """Nothing that a run says is taken for markup; no colours and a fixed width where there is no terminal."""
-    stream = sys.stderr if error else sys.stdout
     columns = os.environ.get("COLUMNS", "")
-    width = None if stream.isatty() else int(columns) if columns.isdigit() and int(columns) else PLAIN_WIDTH
-    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
+    width = None if sys.stdout.isatty() else int(columns) if columns.isdigit() and int(columns) else PLAIN_WIDTH
+    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
+
+
+def show(view: RenderableType) -> None:
+    """Print to stdout; without a terminal there are no blanks at the ends of lines."""
+    screen = console()
+    if screen.is_terminal:
+        screen.print(view)
+        return
+    with screen.capture() as captured:
+        screen.print(view)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def print_json(value: Any) -> None:

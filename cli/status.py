@@ -9,7 +9,7 @@ import time
 from rich.console import Group, RenderableType
 
 from rrl.cli.asking import Failed, find_run, job_of, read, summary_of
-from rrl.cli.screen import console, print_json
+from rrl.cli.screen import console, print_json, show
 from rrl.cli.views.status import status_view
 from rrl.cli.views.summary import recoveries_view
 from rrl.manager.state import State
@@ -29,8 +29,7 @@ def status(name: str | None, *, live: bool, json: bool) -> int:
     elif state is None:
         print(f"{run.id}: {waiting(run)}")
     else:
-        screen = console()
-        screen.print(picture(run, state, screen.width, "" if state.outcome else manager_gone(run)))
+        show(picture(run, state, console().width, "" if state.outcome else manager_gone(run)))
     return 0
 
 

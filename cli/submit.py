@@ -13,7 +13,7 @@ from pathlib import Path
 from rrl.cli.asking import BadInput, Failed, find_run, read, summary_of
 from rrl.cli.check import planned
 from rrl.cli.following import follow
-from rrl.cli.screen import console, print_json
+from rrl.cli.screen import print_json, show
 from rrl.cli.views.summary import summary_view
 from rrl.manager import submit as starting
 from rrl.manager.journal import JournalError
@@ -107,9 +107,8 @@ def _ended(run: RunDir, json: bool) -> int:
     if json:
         print_json(summary)
     else:
-        screen = console()
-        screen.print()
-        screen.print(summary_view(summary))
+        print()
+        show(summary_view(summary))
     return 0 if summary.get("outcome") == Outcome.COMPLETED else 1
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from math import inf
 from signal import Signals
 
-from rrl.health.sightings import NodeSighting, ReplicaSighting
+from rrl.health.sightings import STARTING, NodeSighting, ReplicaSighting
 from rrl.spec.jobview import Limits
 from rrl.spec.phases import PHASES, phase
 from rrl.spec.words import Cause, Evidence, Finding, Remedy, Verdict
@@ -100,12 +100,13 @@ def no_progress(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 def phase_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """It does not come out of a phase that must end, and shows no progress in it either.
 
-    Of a phase that is not declared nobody knows how long it may last: a warning, no more.
+    Of a phase that is not declared, or of code between phases, nobody knows how long it may last: a warning, no more.
     """
     declared = phase(_phase(seen))
     if not _works(seen) or waits(seen) or declared.progresses or declared.longest == inf:
         return _NOTHING
-    verdict = Verdict.FAIL if declared.name in PHASES else Verdict.WARN
+    between = declared.name == STARTING and not seen.first_pass
+    verdict = Verdict.FAIL if declared.name in PHASES and not between else Verdict.WARN
     return _stands(seen, limits, now, "phase_overdue", verdict, "it does not end")
 
 

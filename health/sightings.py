@@ -17,6 +17,9 @@ from msgspec import Struct
 from rrl.spec.phases import phase as phase_named
 from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, role_of
 
+STARTING = "starting"
+"""what a worker says before its first phase, and again between phases (``Worker.phase`` falls back to what was before):
+only the first time does it mean that it starts"""
 _WINDOW = 32
 """durations remembered per role and phase"""
 _ENOUGH = 3
@@ -306,6 +309,8 @@ class Watch:
     def _took(self, seen: ReplicaSighting, now: float) -> None:
         """Remember how long this took: a pass of a phase, or where progress counts the gap between two rises."""
         assert seen.phase is not None
+        if seen.phase == STARTING:
+            return
         if seen.whole and not seen.first_pass:  # a first pass compiles and warms up: not usual
             since = seen.clock if phase_named(seen.phase).progresses else seen.phase_since
             durations = self._usual.setdefault(_role_phase(seen), deque(maxlen=_WINDOW))

@@ -149,10 +149,11 @@ def replay(run: RunDir) -> Iterator[Stamped]:
         head, offset = _head(path)
         if head is None:
             continue
-        for stamped, offset in _framed_events(path, offset, end):
+        read = offset
+        for stamped, read in _framed_events(path, offset, end):  # noqa: B007 (where the last one ends)
             yield stamped
-        if end is not None and offset != end:
-            raise JournalError(f"{path}: it cannot be read beyond byte {offset}, though {end} bytes of it count")
+        if end is not None and read != end:
+            raise JournalError(f"{path}: it cannot be read beyond byte {read}, though {end} bytes of it count")
 
 
 def read_state(run: RunDir) -> State | None:
@@ -175,13 +176,15 @@ class Follower:
         return (self._segment.name, self._offset) if self._segment else ("", 0)
 
     def state(self) -> State | None:
-        newest = _newest(self._run)
-        if newest is None:
-            return self._state
-        path, head, offset = newest
-        if path != self._segment:
-            self._segment, self._offset, self._state = path, offset, head.state
-        for stamped, end in _framed_events(path, self._offset, None):
+        segments = _segments(self._run)
+        if not segments or segments[-1] != self._segment:
+            newest = _newest(self._run)
+            if newest is None:
+                return self._state
+            if newest[0] != self._segment:
+                self._segment, self._offset, self._state = newest[0], newest[2], newest[1].state
+        assert self._segment is not None
+        for stamped, end in _framed_events(self._segment, self._offset, None):
             self._state, self._offset = fold(self._state, stamped), end
         return self._state
 
@@ -226,7 +229,7 @@ def _frame_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
         return None
     length, crc = _FRAME.unpack_from(data, offset)
     payload = data[offset + _FRAME.size : offset + _FRAME.size + length]
-    if len(payload) < length or zlib.crc32(payload) != crc:
+    if not payload or len(payload) < length or zlib.crc32(payload) != crc:  # zeros are a file that grew and no more
         return None
     return payload, offset + _FRAME.size + length
 

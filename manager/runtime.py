@@ -7,6 +7,7 @@ events; ``plan`` sees only the state; decisions and intents are journaled and fs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -65,6 +66,7 @@ class Manager:
         self._wall = time.time()
         self._turned = self._wall
         """when the loop last turned"""
+        self._flushed = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
@@ -148,10 +150,10 @@ class Manager:
                 return await self._finish()
             await self._announce()
             delay = max(0.0, min(look_again, wake) - self.now())
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(delay, FLUSH)):
                     await self._wake.wait()
-            except TimeoutError:
+            if time.monotonic() - self._flushed >= FLUSH:
                 await self._flush()
         self.record(ev.ManagerStopped(self._leaving))
         await self._flush()
@@ -230,6 +232,7 @@ class Manager:
 
     async def _flush(self) -> bool:
         """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""
+        self._flushed = time.monotonic()
         try:
             await asyncio.to_thread(self._journal.flush)
             if self._journal.full:

@@ -1,8 +1,8 @@
 """What one look at the cluster says about open intents and known allocations. Pure.
 
 An intent that was never answered is settled by its tag: listed = done; not listed for a quiet period after it was
-intended = certainly not done (a timed-out sbatch can land later, so the period is long). An allocation that was seen
-must be missing from two looks in a row before it is gone: a squeue can omit a job once.
+intended = certainly not done (a timed-out sbatch can land later, so the period is long). Whatever counts as gone or as
+never there must be missing from two looks in a row: a squeue can omit a job once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
                 if seen != held.seen:
                     events.append(AllocationChanged(tag, seen))
             elif tag in state.intents:
-                if tag not in busy and now - state.intents[tag].at > state.job.limits.quiet:
+                due = tag not in busy and now - state.intents[tag].at > state.job.limits.quiet
+                if due and misses.gone(tag, False):
                     events.append(Done(tag, False, "never appeared in the queue"))
             elif misses.gone(tag, False):
                 events.append(AllocationChanged(tag, None))
@@ -48,7 +49,8 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
         for tag, intent in state.intents.items():
             if not isinstance(intent.action, Launch) or tag in busy:
                 continue
-            if tag not in observed.steps and now - intent.at > state.job.limits.quiet:
+            due = now - intent.at > state.job.limits.quiet
+            if misses.gone(tag, tag in observed.steps or not due):
                 events.append(Done(tag, False, "its step never appeared"))
     for name, seen_node in (observed.nodes or {}).items():
         node = state.nodes.get(name)

@@ -19,6 +19,9 @@ from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen
 from rrl.spec.jobview import JobView
 from rrl.spec.words import AGENT, Finding, Life, NodeName, Outcome, ReplicaId, Verdict, Version, replica_id, role_of
 
+RELEASE_PAUSE = 10.0
+"""s before a give-back that the cluster refused is asked for again."""
+
 
 class Status(StrEnum):
     """Where a replica's newest incarnation stands; ``serving`` and the like are its phase, not its status."""
@@ -79,6 +82,10 @@ class Replica(Struct, frozen=True):
         """Its newest life counts: messages, commits and published versions of it are accepted."""
         return self.status in (Status.LAUNCHING, Status.STARTING, Status.JOINED)
 
+    def recent(self, window: float, now: float) -> list[Start]:
+        """Its failures of the last ``window`` s."""
+        return [start for start in self.failures if now < start.at + window]
+
 
 class Node(Struct, frozen=True):
     name: NodeName
@@ -86,6 +93,8 @@ class Node(Struct, frozen=True):
     seen: NodeSeen | None = None
     excluded: str | None = None
     """why this run no longer uses it"""
+    excluded_at: float = 0.0
+    """manager's time (s) of that decision"""
 
 
 class Allocation(Struct, frozen=True):
@@ -95,6 +104,8 @@ class Allocation(Struct, frozen=True):
     """manager's time (s) of the request"""
     seen: AllocationSeen | None = None
     releasing: bool = False
+    not_before: float = 0.0
+    """its give-back was refused: not asked for again before this time"""
 
     @property
     def running(self) -> bool:
@@ -204,6 +215,13 @@ def _replica(state: State, id: ReplicaId, **changes: Any) -> State:
     return _with(state, replicas={**state.replicas, id: held})
 
 
+def _allocation(state: State, tag: str, **changes: Any) -> State:
+    held = state.allocations.get(tag)
+    if held is None:
+        return state
+    return _with(state, allocations={**state.allocations, tag: msgspec.structs.replace(held, **changes)})
+
+
 def _about(fold_one: _Fold) -> _Fold:
     """For events about a life: one that is not believed changes nothing."""
 
@@ -228,8 +246,7 @@ def _intended(state: State, at: float, event: ev.Intended) -> State:
         allocation = Allocation(action.ask.tag, action.ask, at)
         return _with(state, allocations={**state.allocations, allocation.tag: allocation})
     if isinstance(action, Release):
-        held = msgspec.structs.replace(state.allocations[action.allocation], releasing=True)
-        return _with(state, allocations={**state.allocations, held.tag: held})
+        return _allocation(state, action.allocation, releasing=True)
     if isinstance(action, Launch):
         return _replica(
             state, action.life.replica, status=Status.LAUNCHING, incarnation=action.life.incarnation, since=at,
@@ -239,6 +256,8 @@ def _intended(state: State, at: float, event: ev.Intended) -> State:
     if isinstance(action, Perform):
         return _with(state, faults=(*state.faults, action.fault.id))
     held_step = state.lingering.get(action.step)
+    if held_step is None and not state.believed(action.life):
+        return state
     if held_step is None:  # a step of a believed life: the run is ending
         replica = state.replica(action.life.replica)
         held_step = Lingering(action.life, replica.node or NodeName(""), replica.allocation or "", at)
@@ -264,8 +283,7 @@ def _done(state: State, at: float, event: ev.Done) -> State:
     if isinstance(action, Launch) and state.believed(action.life):
         return _failed(state, at, action.life.replica, Status.WANTED)
     if isinstance(action, Release):
-        held = msgspec.structs.replace(state.allocations[action.allocation], releasing=False)
-        return _with(state, allocations={**state.allocations, held.tag: held})
+        return _allocation(state, action.allocation, releasing=False, not_before=at + RELEASE_PAUSE)
     return state
 
 
@@ -284,7 +302,8 @@ def _decided(state: State, at: float, event: ev.Decided) -> State:
         return _with(state, verdict=action)
     if isinstance(action, Exclude):
         node = state.nodes.get(action.node) or Node(action.node, "")
-        excluded = msgspec.structs.replace(node, excluded="; ".join(action.why.evidence) or "excluded")
+        why = "; ".join(action.why.evidence) or "excluded"
+        excluded = msgspec.structs.replace(node, excluded=why, excluded_at=at)
         return _with(state, nodes={**state.nodes, node.name: excluded})
     return _fenced(state, at, action)
 
@@ -296,7 +315,7 @@ def _fenced(state: State, at: float, fence: Fence) -> State:
     if not state.believed(fence.life):
         wanted = held.status is Status.WANTED and held.life == fence.life
         return _replica(state, held.id, status=Status.RETIRED, since=at) if wanted and retired else state
-    if held.step and held.node and held.allocation:
+    if held.step and held.node and held.allocation in state.allocations:  # else it went with its allocation
         linger = Lingering(held.life, held.node, held.allocation, at)
         state = _with(state, lingering={**state.lingering, held.step: linger})
     state = _failed(state, at, held.id, Status.RETIRED if retired else Status.WANTED)
@@ -311,23 +330,32 @@ def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) ->
     if held is None:
         return state
     if event.seen is None or event.seen.state is AllocationState.ENDED:
-        lost = {name for name, node in state.nodes.items() if node.allocation == event.tag}
         return _with(
             state,
             allocations=_without(state.allocations, event.tag),
-            nodes=_without(state.nodes, *lost),
+            nodes=_left(state.nodes, event.tag, ()),
             lingering={tag: one for tag, one in state.lingering.items() if one.allocation != event.tag},
         )
     held = msgspec.structs.replace(held, seen=event.seen)
-    nodes = dict(state.nodes)
+    nodes = _left(state.nodes, event.tag, event.seen.nodes)
     for name in event.seen.nodes:
-        if name not in nodes or nodes[name].allocation != event.tag:
-            excluded = nodes[name].excluded if name in nodes else None
-            nodes[name] = Node(name, event.tag, excluded=excluded)
-    for name, node in state.nodes.items():  # a node that Slurm took out of the allocation
-        if node.allocation == event.tag and name not in event.seen.nodes:
-            del nodes[name]
+        node = nodes.get(name) or Node(name, event.tag)
+        if node.allocation != event.tag:
+            node = msgspec.structs.replace(node, allocation=event.tag, seen=None)
+        nodes[name] = node
     return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes)
+
+
+def _left(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
+    """``nodes`` after all but the ``present`` ones left the allocation. That a node is excluded is not forgotten: the
+    next request must not bring it back."""
+    kept: dict[NodeName, Node] = {}
+    for name, node in nodes.items():
+        if node.allocation != tag or name in present:
+            kept[name] = node
+        elif node.excluded is not None:
+            kept[name] = msgspec.structs.replace(node, allocation="", seen=None)
+    return kept
 
 
 def _node_changed(state: State, at: float, event: ev.NodeChanged) -> State:

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ TOLD_AFTER = 0.25
 """s that a phase must last before it is told by itself; shorter ones are only seen by the next beat"""
 WELCOME_BY = 60.0
 """s for a manager to welcome a worker: longer than a manager's restart"""
+STORE = ReplicaId("trajectories/0")
 
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ class Link:
         self._pulls = launch.life.replica.startswith("rollout/")
         self._phase, self._done = "starting", 0
         self._waits_for: ReplicaId | None = None
+        self._blocked_by: ReplicaId | None = None
         self._told = ""
         self._worked = False
         self._listens: str | None = None
@@ -78,6 +81,14 @@ class Link:
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it in the loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def ask_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """As :meth:`call`; meanwhile beats say that it is the store that is waited for."""
+        self._blocked_by = STORE
+        try:
+            return self.call(coroutine)
+        finally:
+            self._blocked_by = None
 
     def soon(self, what: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(what, *args)
@@ -215,7 +226,8 @@ class Link:
 
     async def _beats(self) -> None:
         while True:
-            await self._dialer.send(msg.Beat(self.launch.life, self._phase, self._done, self._waits_for))
+            waits_for = self._blocked_by or self._waits_for
+            await self._dialer.send(msg.Beat(self.launch.life, self._phase, self._done, waits_for))
             self._told = self._phase
             await asyncio.sleep(self._beat)
 
@@ -239,14 +251,25 @@ class Link:
                 continue
             assert self._pipe is not None
             try:
-                await pull(
-                    self.weights, newest, lambda: self.peers.holders if self.peers else (), self._pipe,
-                    chunk_by=self._transport["chunk_deadline"],
-                )  # fmt: skip
+                by = self._transport["chunk_deadline"]
+                await pull(self.weights, newest, partial(self._holders, newest), self._pipe, chunk_by=by)
+            except _Outdated:
+                continue
             except PullFailed as error:
                 print(f"rrl: {newest} could not be pulled: {error}", file=sys.stderr, flush=True)
                 continue
             self.holds(newest)
+
+    def _holders(self, version: Version) -> tuple[msg.Holder, ...]:
+        """Who may still hold ``version``: they keep two, so one newer than it may be out, but not two."""
+        newest = self.peers.newest if self.peers else None
+        if self.peers is None or (newest is not None and newest.step > version.step + 1):
+            raise _Outdated(f"{version} is superseded by {newest}")
+        return self.peers.holders
+
+
+class _Outdated(PullFailed):
+    """Nobody holds this version any more: go for the newest one."""
 
 
 def own_address() -> str:

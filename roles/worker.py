@@ -60,7 +60,7 @@ class Work:
         """Add tokens to trajectories; ``finished`` are complete now. Durable when it returns; that is the progress.
 
         Returns the trajectories that are no longer this life's: stop working on them."""
-        lost = self._link.call(self._link.store.append(segments, finished))
+        lost = self._link.ask_store(self._link.store.append(segments, finished))
         self._link.progress(sum(len(segment.tokens) for segment in segments))
         return lost
 
@@ -75,7 +75,7 @@ class Scoring:
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
         """Durable when it returns. ``failed``: trajectories that cannot be scored, and why; they are dropped, never
         scored zero."""
-        self._link.call(self._link.store.post_scores(scores, failed))
+        self._link.ask_store(self._link.store.post_scores(scores, failed))
         self._link.progress(len(scores) + len(failed or {}))
 
 
@@ -115,13 +115,18 @@ class Worker:
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
         """Say what this role is doing: it decides what silence means (:mod:`rrl.spec.phases`)."""
         before = self._link.phase
-        declared = waits_for or phase_named(name).waits_for
-        target = None if declared is None else ReplicaId(declared) if "/" in declared else replica_id(declared, 0)
-        self._link.enter(name, target)
+        self._link.enter(name, self._target(waits_for or phase_named(name).waits_for))
         try:
             yield
         finally:
             self._link.enter(*before)
+
+    def _target(self, waits_for: str | None) -> ReplicaId | None:
+        """The replica meant by ``role`` or ``role/index``; None where a role has several and none is named."""
+        if waits_for is None or "/" in waits_for:
+            return None if waits_for is None else ReplicaId(waits_for)
+        role = self.job["roles"].get(waits_for, {})
+        return replica_id(waits_for, 0) if role.get("replicas") == 1 else None
 
     def progress(self, units: int = 1) -> None:
         """So much more work is done (tokens, samples, steps: any unit, always the same)."""
@@ -172,7 +177,7 @@ class Worker:
                 while batch is None:
                     if self.stopping.is_set():
                         return
-                    batch = self._link.call(self._link.store.batch(number, PATIENCE))
+                    batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
             self._binding = batch
             yield batch
             self.progress(1)
@@ -188,7 +193,7 @@ class Worker:
         if self._binding is None or self._binding.number != number:
             raise ValueError(f"step {number} is committed without its batch; batches() gave {self._binding}")
         manifest = describe_files(self.run_dir.path, files)
-        self._link.call(self._link.store.commit(number, manifest, self._binding.digest))
+        self._link.ask_store(self._link.store.commit(number, manifest, self._binding.digest))
         self._committed, self._manifest = number, manifest
         given = metrics or {}
         if "reward" not in given:
@@ -228,7 +233,7 @@ class Worker:
                     return
         while not self.stopping.is_set():
             with self.phase("wait_work"):
-                items = self._link.call(self._link.store.lease(at_most, PATIENCE))
+                items = self._link.ask_store(self._link.store.lease(at_most, PATIENCE))
             if items:
                 yield Work(self._link, items)
 
@@ -237,13 +242,13 @@ class Worker:
         """Complete trajectories to score, again and again; ends when asked to stop."""
         while not self.stopping.is_set():
             with self.phase("wait_work"):
-                items = self._link.call(self._link.store.lease_scoring(at_most, PATIENCE))
+                items = self._link.ask_store(self._link.store.lease_scoring(at_most, PATIENCE))
             if items:
                 yield Scoring(self._link, items)
 
     def _ask_committed(self) -> None:
         if not self._asked_committed:
-            state = self._link.call(self._link.store.committed())
+            state = self._link.ask_store(self._link.store.committed())
             self._committed, self._manifest = state.number, state.manifest
             self._asked_committed = True
 

@@ -24,6 +24,12 @@ STEP_ENV = "RRL_STEP"
 """Mark of what a step's first process started: ``<pid>.<start time>`` of that first process."""
 STEP_MODULE = "rrl.roles.step"
 AGENT_MODULE = "rrl.roles.agent"
+_EXEC_WITHIN = 0.05
+"""s; within execve a process shows neither environment nor words (seen: Popen returns before they are there)"""
+_SCAN_WITHIN = 2.0
+"""s; a look takes some ms, but never ends where processes are born faster than we read them"""
+_KTHREADD = 2
+"""parent of kernel threads, which never have either"""
 
 
 class Process(Struct, frozen=True):
@@ -62,14 +68,21 @@ def look(pid: int) -> Process | None:
 
 def marks(process: Process) -> Process:
     """The same process with the marks that it carries; without any when it may not be read, or is gone."""
+    deadline = time.monotonic() + _EXEC_WITHIN
     try:
-        with open(f"/proc/{process.pid}/environ", "rb") as file:
-            environ = file.read()
-        with open(f"/proc/{process.pid}/cmdline", "rb") as file:
-            argv = [os.fsdecode(word) for word in file.read().split(b"\0")]
+        while True:
+            with open(f"/proc/{process.pid}/environ", "rb") as file:
+                environ = file.read()
+            with open(f"/proc/{process.pid}/cmdline", "rb") as file:
+                words = file.read()
+            if environ or words or process.parent in (0, _KTHREADD):
+                break
+            if look(process.pid) is None or time.monotonic() > deadline:  # it was not beginning but ending
+                return process
+            os.sched_yield()
     except OSError:  # gone, or not dumpable (it changed its user)
         return process
-    module, given = _first_process(argv)
+    module, given = _first_process([os.fsdecode(word) for word in words.split(b"\0")])
     return Process(
         process.pid, process.started, process.parent, process.group,
         launch=_variable(environ, LAUNCH_ENV) or given, step=_variable(environ, STEP_ENV), module=module,
@@ -77,10 +90,13 @@ def marks(process: Process) -> Process:
 
 
 def pids() -> Iterator[int]:
-    """Pids of our own user, this process excepted."""
+    """Pids of our own user, this process excepted. In rising order, and with those born meanwhile."""
     me, user = os.getpid(), os.geteuid()
+    deadline = time.monotonic() + _SCAN_WITHIN
     with os.scandir("/proc") as entries:
         for entry in entries:
+            if time.monotonic() > deadline:
+                return
             if entry.name.isdigit() and (pid := int(entry.name)) != me:
                 try:
                     if entry.stat().st_uid == user:

@@ -50,7 +50,7 @@ def one_line(state: State, silent: bool = False) -> str:
     parts = [f"{state.run}: {standing(state)[0]}", f"step {state.step}/{state.job.steps}"]
     if state.last_rewards:
         parts.append(f"reward {number(state.last_rewards[-1])}")
-    if state.outcome is None:
+    if state.verdict is None and state.outcome is None:
         parts += [f"{replica.life} {replica.status.value}" for replica in workers(state)
                   if replica.status is not Status.JOINED][:CROWD]  # fmt: skip
     if silent:
@@ -86,16 +86,16 @@ def standing(state: State) -> tuple[str, str]:
 
 
 def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
-    facts = Table.grid(padding=(0, 2))
+    facts = Table.grid(padding=(0, 2), expand=True)
     facts.add_column(style="bright_black", no_wrap=True)
-    facts.add_column(no_wrap=True, overflow="ellipsis")
+    facts.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     if state.first_rewards:
         first = sum(state.first_rewards) / len(state.first_rewards)
         newest = state.last_rewards[-10:]
         reward = Text(f"{number(first)} → {number(sum(newest) / len(newest))}  ")
         facts.add_row("reward", reward.append(curve(state.last_rewards, width - 30), "green"))
-    if state.metrics and width >= NARROW:
-        others = {name: value for name, value in state.metrics.items() if name != "reward"}
+    others = {name: value for name, value in state.metrics.items() if name != "reward"}
+    if others and width >= NARROW:
         facts.add_row("metrics", "  ".join(f"{name} {value:.4g}" for name, value in sorted(others.items())))
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
@@ -204,10 +204,10 @@ def _findings(state: State, now: float) -> RenderableType | None:
     """Everything that is found wrong at this moment, newest first."""
     if not state.findings:
         return None
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2), expand=True)
     for _ in range(3):
         grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for finding in sorted(state.findings.values(), key=lambda f: -f.since)[:CROWD]:
         verdict = Text(f"! {finding.verdict.value}", _VERDICT.get(finding.verdict, "white"))
         evidence = "; ".join(one.text for one in finding.evidence)
@@ -227,9 +227,9 @@ def _failures(state: State, now: float) -> RenderableType | None:
     ]
     if not recent:
         return None
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for failure, replica in sorted(recent, key=lambda pair: -pair[0].at)[:5]:
         ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
         grid.add_row(Text(f"↻ {replica.id}", "yellow"), f"{ago}; {_replacement(replica)}")

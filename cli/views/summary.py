@@ -41,12 +41,12 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
         header_style="bright_black",
     )  # fmt: skip
-    causes = Table.grid(padding=(0, 2))
+    causes = Table.grid(padding=(0, 2), expand=True)
     table.add_column("recovered", no_wrap=True)
     for name in _STAGES:
         table.add_column(name.removesuffix("_s").replace("_", " "), justify="right", no_wrap=True)
     causes.add_column(no_wrap=True)
-    causes.add_column(no_wrap=True, overflow="ellipsis")
+    causes.add_column(overflow="fold", ratio=1)
     for one in recoveries:
         who = f"{one.get('replica')}#{one.get('incarnation')}"
         table.add_row(who, *(stage(one.get(name)) for name in _STAGES))

@@ -12,6 +12,7 @@ Measured on 22.05 (docs/architecture.md):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -138,17 +139,18 @@ class SlurmCluster:
         await self._sruns.start(job, step)
 
     async def joined(self, tag: str) -> None:
-        self._sruns.kill(tag)
+        await self._sruns.arrived(tag)
 
     async def stop(self, tag: str, grace: float) -> None:
         step = await self._find_step(tag)
         if step is None and tag in self._sruns:  # it still waits for resources, or is just being served
-            self._sruns.kill(tag)
+            await self._sruns.kill(tag)
             step = await self._find_step(tag)
         if step is None:
             return
         if grace > 0:
-            await self._cancel("--signal=TERM", step.id)
+            with contextlib.suppress(Unanswered):  # it may have been heard, and SIGKILL follows
+                await self._cancel("--signal=TERM", step.id)
             if await self._ended_within(tag, grace + STOP_MARGIN):
                 return
         await self._cancel(step.id)

@@ -59,6 +59,8 @@ class SlurmLimits(Struct, frozen=True):
     """for sbatch, salloc and scancel: killing one early leaves an open question"""
     launch: float = 2.0
     """so long a fresh srun is watched for a refusal; a step that starts is seen before (median 0.04 s in the lab)"""
+    carry: float = 1.0
+    """an srun lives on for so long after its step has joined, until slurmstepd surely needs it no more"""
     queue: float = 60.0
     """after so long srun gives up waiting for resources of the allocation: for ever is its default (measured)"""
     interval: float = 1.0

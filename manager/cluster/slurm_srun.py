@@ -82,7 +82,7 @@ class Sruns:
         await self._handed_over(step, srun)
 
     async def _handed_over(self, step: Step, srun: _Srun) -> None:
-        """Wait for the first sign: the step's output file, its own word (:meth:`kill`), or the end of srun."""
+        """Wait for the first sign: the step's output file, its own word (:meth:`arrived`), or the end of srun."""
         output = step.log_file.with_name(f"{step.log_file.name}.0")
         deadline = time.monotonic() + self._limits.launch
         while time.monotonic() < deadline and not srun.joined.is_set() and not output.exists():
@@ -102,16 +102,28 @@ class Sruns:
             if srun.said.stat().st_size == 0:
                 srun.said.unlink()
 
-    def kill(self, tag: str) -> None:
-        """What was carried has arrived, or shall never: the srun goes, a step that it started stays."""
+    async def arrived(self, tag: str) -> None:
+        """The step has joined: its srun goes, and is gone when this returns.
+
+        Not at once: slurmstepd still has to tell it that the task started, and keeps trying for 2.3 s, deaf to signals,
+        if it cannot (measured with an srun killed some ms after its task began).
+        """
+        if srun := self._carrying.get(tag):
+            srun.joined.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(srun.process.wait(), self._limits.carry)
+            await self.kill(tag)
+
+    async def kill(self, tag: str) -> None:
+        """What was carried shall be left alone, or never arrive: the srun is ended, a step that it started stays."""
         if srun := self._carrying.get(tag):
             srun.joined.set()
             end(srun.process)
+            await srun.process.wait()
 
     async def close(self) -> None:
         """Kill all; their steps go on."""
-        for tag in list(self._carrying):
-            self.kill(tag)
+        await asyncio.gather(*(self.kill(tag) for tag in list(self._carrying)))
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.manager.actions import Action
+from rrl.manager.actions import Action, Decision
 from rrl.manager.planner.brakes import brake
 from rrl.manager.planner.drills import drill
 from rrl.manager.planner.ending import finish
@@ -35,9 +35,12 @@ def plan(state: State, now: float) -> Plan:
     ended, ending_wake, over = finish(state, now)
     if state.verdict is not None or ended:
         return Plan(tuple(ended), ending_wake, over)
-    if decisions := brake(state, recover(state, now), now):
+    decisions, brake_wake = brake(state, recover(state, now), now)
+    if decisions:
         return Plan(tuple(decisions), now)
     wanted, supply_wake = supply(state, now)
+    if any(isinstance(action, Decision) for action in wanted):
+        return Plan(tuple(wanted), now)
     placed, place_wake = place(state, now)
     drills = drill(state)
-    return Plan((*wanted, *placed, *drills), min(supply_wake, place_wake))
+    return Plan((*wanted, *placed, *drills), min(brake_wake, supply_wake, place_wake))

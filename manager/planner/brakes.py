@@ -9,16 +9,23 @@ from __future__ import annotations
 from rrl.manager.actions import Decision, Exclude
 from rrl.manager.state import State
 
+NEVER = float("inf")
 
-def brake(state: State, decisions: list[Decision], now: float) -> list[Decision]:
-    """The decisions that may go ahead now."""
-    allowed = max(1, int(state.job.recovery.breaker * len(state.nodes)))
-    condemned = sum(node.excluded is not None for node in state.nodes.values())
+
+def brake(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], float]:
+    """The decisions that may go ahead now, and when (s, manager's time) one that may not is to be looked at again."""
+    recovery = state.job.recovery
+    allowed = max(1, int(recovery.breaker * len(state.nodes)))
+    ends = sorted(node.excluded_at + recovery.window for node in state.nodes.values() if node.excluded is not None)
+    recent = [end for end in ends if end > now]
+    condemned = len(recent)
     passed: list[Decision] = []
+    wake = NEVER
     for decision in decisions:
         if isinstance(decision, Exclude):
             if condemned >= allowed:
+                wake = recent[0] if recent else now + recovery.window
                 continue
             condemned += 1
         passed.append(decision)
-    return passed
+    return passed, wake

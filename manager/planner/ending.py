@@ -23,12 +23,17 @@ def finish(state: State, now: float) -> tuple[list[Action], float, bool]:
         return _stop(state, agents), NEVER, False
     if _waiting(state, agents=True) and now < since + grace:
         return [], since + grace, False
-    release: list[Action] = [
-        Release(a.tag, Why(("the run is ending",))) for a in state.allocations.values() if not a.releasing
-    ]
-    if release:
-        return release, NEVER, False
-    return [], NEVER, not state.allocations
+    due, wake = _releasable(state, now)
+    release: list[Action] = [Release(tag, Why(("the run is ending",))) for tag in due]
+    return release, wake, not state.allocations
+
+
+def _releasable(state: State, now: float) -> tuple[list[str], float]:
+    """Allocations whose give-back may be asked for, and when there may be more. One whose request nobody has answered
+    yet must first be found, or be known not to be there: a timed-out sbatch can land after its scancel."""
+    held = [a for a in state.allocations.values() if not a.releasing and a.tag not in state.intents]
+    later = [a.not_before for a in held if a.not_before > now]
+    return [a.tag for a in held if a.not_before <= now], min(later, default=NEVER)
 
 
 def _decide(state: State) -> list[Action]:

@@ -19,26 +19,31 @@ NEVER = float("inf")
 def place(state: State, now: float) -> tuple[list[Outside], float]:
     """Agents for every usable node, wanted replicas onto free ones, an end to what lingers. Returns the next wake."""
     actions: list[Outside] = [*_stop_lingering(state)]
-    wake = NEVER
+    wake, recovery = NEVER, state.job.recovery
     taken = _occupants(state)
     for node, allocation in usable_nodes(state):
         agent = state.replica(replica_id(AGENT, node))
-        back = agent.status is Status.RETIRED and len(agent.failures) < state.job.recovery.per_replica
+        spent = agent.recent(recovery.window, now)
+        back = agent.status is Status.RETIRED and len(spent) < recovery.per_replica
         if agent.status is Status.WANTED or back:  # retired with its node, and the node is back
             if agent.not_before > now:
                 wake = min(wake, agent.not_before)
             else:
                 actions.append(_launch(state, agent, node, allocation))
+        elif agent.status is Status.RETIRED and spent:
+            wake = min(wake, spent[0].at + recovery.window)
     for replica in workers(state):
         if replica.status is not Status.WANTED:
             continue
         if replica.not_before > now:
             wake = min(wake, replica.not_before)
             continue
-        home = _home(state, replica, taken)
+        home = _home(state, replica, taken, now)
         if home is not None:
             actions.append(_launch(state, replica, *home))
             taken.setdefault(home[0], []).append(replica)
+        elif spent := replica.recent(recovery.window, now):  # a node that failed it may be tried again then
+            wake = min(wake, spent[0].at + recovery.window)
     return actions, wake
 
 
@@ -54,20 +59,22 @@ def usable_nodes(state: State) -> list[tuple[NodeName, str]]:
     return sorted(pairs, key=lambda pair: _natural(pair[0]))
 
 
-def vacant_for(state: State, replica: Replica, avoid: NodeName | None) -> bool:
+def vacant_for(state: State, replica: Replica, avoid: NodeName | None, now: float) -> bool:
     """A node other than ``avoid`` could take this replica now."""
     taken = _occupants(state)
-    return any(node != avoid and _fits(state, replica, node, taken) for node, _ in usable_nodes(state))
+    spent = _spent(state, replica, now)
+    nodes = [node for node, _ in usable_nodes(state) if node != avoid and node not in spent]
+    return any(_fits(state, replica, node, taken) for node in nodes)
 
 
-def unplaced(state: State) -> list[Replica]:
+def unplaced(state: State, now: float) -> list[Replica]:
     """Wanted replicas that no node of ours can take."""
     taken = _occupants(state)
     lacking = []
     for replica in workers(state):
         if replica.status is not Status.WANTED:
             continue
-        home = _home(state, replica, taken)
+        home = _home(state, replica, taken, now)
         if home is None:
             lacking.append(replica)
         else:
@@ -75,16 +82,24 @@ def unplaced(state: State) -> list[Replica]:
     return lacking
 
 
-def _home(state: State, replica: Replica, taken: dict[NodeName, list[Replica]]) -> tuple[NodeName, str] | None:
+def _home(
+    state: State, replica: Replica, taken: dict[NodeName, list[Replica]], now: float
+) -> tuple[NodeName, str] | None:
     """Where it goes: its preferred node, else the first that fits and has not failed it too often."""
     nodes = usable_nodes(state)
     fitting = [pair for pair in nodes if _fits(state, replica, pair[0], taken)]
     preferred = [pair for pair in fitting if pair[0] == replica.prefer]
     if preferred:
         return preferred[0]
-    spent = [start.node for start in replica.failures]
-    unspent = [pair for pair in fitting if spent.count(pair[0]) < max(1, state.job.recovery.per_node)]
-    return unspent[0] if unspent else None
+    spent = _spent(state, replica, now)
+    return next((pair for pair in fitting if pair[0] not in spent), None)
+
+
+def _spent(state: State, replica: Replica, now: float) -> set[NodeName]:
+    """Nodes that have failed it too often within the window."""
+    recovery = state.job.recovery
+    nodes = [start.node for start in replica.recent(recovery.window, now)]
+    return {node for node in nodes if nodes.count(node) >= max(1, recovery.per_node)}
 
 
 def _occupants(state: State) -> dict[NodeName, list[Replica]]:

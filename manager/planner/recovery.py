@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rrl.manager.actions import Decision, Exclude, Fence, Finish, Rung, Why
 from rrl.manager.planner.placement import usable_nodes, vacant_for
-from rrl.manager.state import Replica, Start, State, Status, finding_about, node_finding
+from rrl.manager.state import Replica, State, Status, finding_about, node_finding, workers
 from rrl.spec.words import AGENT, Finding, NodeName, Outcome
 
 
@@ -16,6 +16,7 @@ def recover(state: State, now: float) -> list[Decision]:
     """Decisions for everything that failed. ``now``: manager's time (s), for the restart budgets' window."""
     decisions: list[Decision] = []
     condemned: set[NodeName] = set()
+    window = state.job.recovery.window
     for name, node in state.nodes.items():
         finding = node_finding(state, name)
         if finding is not None and node.excluded is None:
@@ -24,13 +25,9 @@ def recover(state: State, now: float) -> list[Decision]:
     for replica in state.replicas.values():
         if replica.believed and replica.node not in condemned and (evidence := _lost(state, replica)):
             decisions.append(_choose(state, replica, evidence, now))
-        elif replica.status is Status.WANTED and len(_recent(state, replica, now)) > state.job.recovery.per_replica:
+        elif replica.status is Status.WANTED and len(replica.recent(window, now)) > state.job.recovery.per_replica:
             decisions.append(_last_rungs(state, replica, ("its launches were refused",)))
     return decisions
-
-
-def _recent(state: State, replica: Replica, now: float) -> list[Start]:
-    return [start for start in replica.failures if now - start.at < state.job.recovery.window]
 
 
 def _lost(state: State, replica: Replica) -> tuple[str, ...]:
@@ -50,7 +47,7 @@ def _lost(state: State, replica: Replica) -> tuple[str, ...]:
 
 def _choose(state: State, replica: Replica, evidence: tuple[str, ...], now: float) -> Decision:
     """The first rung of the ladder that fits."""
-    recent = _recent(state, replica, now)
+    recent = replica.recent(state.job.recovery.window, now)
     if len(recent) >= state.job.recovery.per_replica:
         return _last_rungs(state, replica, evidence)
     node_is_good = replica.node is not None and any(node == replica.node for node, _ in usable_nodes(state))
@@ -59,7 +56,7 @@ def _choose(state: State, replica: Replica, evidence: tuple[str, ...], now: floa
         rung, expects = Rung.IN_PLACE, f"joins again on {replica.node}"
     elif replica.role == AGENT:  # an agent belongs to its node and goes with it
         return Fence(replica.life, Rung.DEGRADED, Why(evidence, Rung.DEGRADED, "its node is out of use"))
-    elif vacant_for(state, replica, avoid=replica.node):
+    elif vacant_for(state, replica, replica.node, now):
         rung, expects = Rung.SPARE, "joins again on a spare node"
     else:
         rung, expects = Rung.REPLACEMENT, "joins again once a replacement node is there"
@@ -69,17 +66,17 @@ def _choose(state: State, replica: Replica, evidence: tuple[str, ...], now: floa
 def _last_rungs(state: State, replica: Replica, evidence: tuple[str, ...]) -> Decision:
     """The restart budget is spent: go on without it if the role can, else end the run."""
     spent = f"{len(replica.failures)} restarts of {replica.id} within {state.job.recovery.window:g} s"
-    if replica.role == AGENT or can_spare(state, replica):
+    if replica.role == AGENT or _can_spare(state, replica):
         why = Why((*evidence, spent), Rung.DEGRADED, f"{replica.role} goes on with one replica less")
         return Fence(replica.life, Rung.DEGRADED, why)
     return Finish(Outcome.FAILED, Why((*evidence, spent), Rung.GIVE_UP, "everything is given back"))
 
 
-def can_spare(state: State, replica: Replica) -> bool:
+def _can_spare(state: State, replica: Replica) -> bool:
     """The role stays at or above its ``min_replicas`` without this replica."""
     role = state.job.role(replica.role)
-    others = sum(r.role == replica.role and r.believed and r.id != replica.id for r in state.replicas.values())
-    return others >= role.min_replicas
+    others = [r for r in workers(state) if r.role == replica.role and r.id != replica.id]
+    return sum(r.status is not Status.RETIRED for r in others) >= role.min_replicas
 
 
 def _evidence(finding: Finding) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rrl.manager.actions import Action, Fence, Finish, Outside, Release, Request, Rung, Why
 from rrl.manager.cluster import Ask
 from rrl.manager.planner.placement import unplaced
-from rrl.manager.state import Replica, State
+from rrl.manager.state import Refusal, Replica, State, Status, workers
 from rrl.spec.words import Outcome
 
 NEVER = float("inf")
@@ -22,7 +22,7 @@ def supply(state: State, now: float) -> tuple[list[Action], float]:
     actions, wake = _overdue(state, now)
     if actions:
         return actions, wake
-    lacking = unplaced(state)
+    lacking = unplaced(state, now)
     if not lacking:
         return [], wake
     coming = sum(a.ask.count for a in state.allocations.values() if not a.running and not a.releasing)
@@ -42,19 +42,24 @@ def _first_pool(state: State) -> list[Action]:
     return [Request(ask, Why((f"{job.nodes} nodes wanted, none held",), expects="nodes", by=deadline))]
 
 
+def _refusals(state: State, now: float) -> list[Refusal]:
+    """Those within the recovery window; the state drops older ones only when a new one comes."""
+    return [refusal for refusal in state.refusals if now < refusal.at + state.job.recovery.window]
+
+
 def _overdue(state: State, now: float) -> tuple[list[Action], float]:
     """Requests that were not met by their deadline are given back, and the ladder goes on one rung down."""
     wake = NEVER
     for allocation in state.allocations.values():
-        if allocation.running or allocation.releasing:
-            continue
-        deadline = allocation.at + state.job.limits.allocation
+        if allocation.running or allocation.releasing or allocation.tag in state.intents:
+            continue  # a request that nobody has answered is settled first: it may land after its give-back
+        deadline = max(allocation.at + state.job.limits.allocation, allocation.not_before)
         if now < deadline:
             wake = min(wake, deadline)
             continue
         detail = allocation.seen.detail if allocation.seen else "not seen in the queue"
         evidence = (f"{allocation.tag}: no nodes after {state.job.limits.allocation:g} s ({detail})",)
-        return [Release(allocation.tag, Why(evidence)), *_without_nodes(state, evidence)], now
+        return [Release(allocation.tag, Why(evidence)), *_without_nodes(state, evidence, now)], now
     return [], wake
 
 
@@ -62,10 +67,11 @@ def _replacement(
     state: State, lacking: list[Replica], missing: int, now: float, wake: float
 ) -> tuple[list[Action], float]:
     """Ask for as many nodes as are missing, sparing those that failed; after too many refusals go on without."""
-    if len(state.refusals) >= REFUSALS:
-        return list(_without_nodes(state, tuple(r.detail for r in state.refusals))), wake
-    if state.refusals:
-        again = state.refusals[-1].at + REFUSED_PAUSE * 2 ** (len(state.refusals) - 1)
+    refusals = _refusals(state, now)
+    if len(refusals) >= REFUSALS:
+        return _without_nodes(state, tuple(r.detail for r in refusals), now), wake
+    if refusals:
+        again = refusals[-1].at + REFUSED_PAUSE * 2 ** (len(refusals) - 1)
         if now < again:
             return [], min(wake, again)
     excluded = tuple(sorted(name for name, node in state.nodes.items() if node.excluded is not None))
@@ -80,16 +86,19 @@ def _replacement(
     return [request], wake
 
 
-def _without_nodes(state: State, evidence: tuple[str, ...]) -> list[Action]:
+def _without_nodes(state: State, evidence: tuple[str, ...], now: float) -> list[Action]:
     """No nodes to be had: retire what the roles can spare, else end the run."""
     actions: list[Action] = []
-    for replica in unplaced(state):
+    lacking = unplaced(state, now)
+    without = {replica.id for replica in lacking}
+    for replica in lacking:
         role = state.job.role(replica.role)
-        believed = sum(r.role == replica.role and r.believed for r in state.replicas.values())
-        if believed < role.min_replicas or not believed:
+        kept = [r for r in workers(state) if r.role == replica.role and r.id not in without]
+        left = sum(r.status is not Status.RETIRED for r in kept)
+        if left < role.min_replicas or not left:
             why = Why((*evidence, f"{replica.id} has no node"), Rung.GIVE_UP, "everything is given back")
             return [Finish(Outcome.FAILED, why)]
-        why = Why(evidence, Rung.DEGRADED, f"{replica.role} goes on with {believed} replicas")
+        why = Why(evidence, Rung.DEGRADED, f"{replica.role} goes on with {left} replicas")
         actions.append(Fence(replica.life, Rung.DEGRADED, why))
     return actions
 

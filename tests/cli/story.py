@@ -17,7 +17,16 @@ from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import (
-    Cause, Evidence, Finding, Life, NodeName, Outcome, Remedy, ReplicaId, Verdict, Version,
+    Cause,
+    Evidence,
+    Finding,
+    Life,
+    NodeName,
+    Outcome,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    Version,
 )  # fmt: skip
 from rrl.tests.spec.jobs import JOB
 
@@ -92,7 +101,8 @@ class Story:
         return self.enters(replica, phase, waits_for)
 
     def enters(self, replica: str, phase: str, waits_for: str | None = None) -> Story:
-        return self.tell(ev.PhaseEntered(self.life(replica), phase, None if waits_for is None else ReplicaId(waits_for)))
+        whom = None if waits_for is None else ReplicaId(waits_for)
+        return self.tell(ev.PhaseEntered(self.life(replica), phase, whom))
 
     def works(self) -> Story:
         """Nodes, all replicas, twelve steps."""

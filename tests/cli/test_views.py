@@ -14,7 +14,7 @@ from rrl.cli.views.status import one_line, status_view
 from rrl.cli.views.summary import summary_view
 from rrl.manager.events import VersionHeld
 from rrl.spec.words import Outcome, Version
-from rrl.tests.cli.snapshots import drawn, same_as_kept
+from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.cli.story import BEGAN, REPLICAS, Story, completed, job_view
 
 
@@ -112,7 +112,7 @@ def test_a_summary_with_holes_is_shown_with_dashes() -> None:
 
 
 def test_the_list_of_runs_looks_as_kept() -> None:
-    blank = {"step": 0, "steps": 40, "reward": None, "recoveries": 0, "started": None, "ended": None}
+    blank: dict[str, Any] = {"step": 0, "steps": 40, "reward": None, "recoveries": 0, "started": None, "ended": None}
     rows = [
         blank | {"run": "quick-1120-070000", "standing": "submitted"},
         blank | {"run": "quick-1120-064114", "standing": "running", "step": 12, "reward": 0.5, "started": BEGAN},

@@ -110,6 +110,15 @@ def test_a_named_replica_comes_before_the_role_that_the_phase_waits_for() -> Non
     assert trace.found() == {fail("standstill", REWARD)}
 
 
+def test_of_a_role_that_is_waited_for_the_one_who_does_not_wait_itself_is_followed() -> None:
+    trace = job("wait_data", "wait_work", reward="serve")
+    trace.waiting = {ROLLOUTS[0]: REWARD.replica, ROLLOUTS[2]: REWARD.replica}
+    trace.enter(ROLLOUTS[1], "serve")
+    trace.play(LONG)
+    assert trace.found() == {fail("standstill", ROLLOUTS[1]), fail("standstill", REWARD)}
+    assert "trainer/0: phase wait_data" in trace.findings()[1].evidence[1].text
+
+
 def test_in_a_cycle_the_longest_waiting_member_is_charged_and_then_the_smallest_id() -> None:
     trace = Trace().node("n1", TRAINER, phase="wait_data")
     trace.play(3)

@@ -156,6 +156,28 @@ def test_a_lost_node_that_is_heard_again_is_lost_no_more() -> None:
     assert trace.found() == {fail("worker_silence", ROLLOUTS[1])}
 
 
+def test_a_replica_given_up_on_a_living_node_is_no_witness_when_its_agent_falls_silent_later() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.silent.add(ROLLOUT)
+    trace.play(20)
+    trace.watch.forget(ROLLOUT)
+    trace.play(5)
+    trace.silent.add(agent_of("n1"))
+    trace.play(100)
+    assert trace.found() == {warn("node_lost", "n1")}
+
+
+def test_an_agent_given_up_is_missed_no_more_once_anything_on_its_node_is_heard() -> None:
+    trace = two_nodes()
+    trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
+    trace.play(20)
+    trace.watch.forget(agent_of("n1"))
+    assert trace.found() == {fail("node_lost", "n1")}
+    trace.silent -= set(ROLLOUTS[:2])
+    trace.play(1)
+    assert trace.found() == set()
+
+
 def test_a_node_whose_replicas_were_stopped_before_its_agent_fell_silent_only_warns() -> None:
     trace = two_nodes()
     for life in ROLLOUTS[:2]:

@@ -87,6 +87,7 @@ def test_a_witnessed_end_of_who_was_asked_to_stop_is_no_failure() -> None:
     trace = one_rollout()
     trace.watch.leaving(ROLLOUT, trace.now)
     trace.watch.gone(ROLLOUT, trace.now)
+    assert trace.found() == set()
     trace.watch.step_ended(ROLLOUT, None, None, "vanished (agent of n1)", trace.now)
     assert trace.found() == set()
 
@@ -284,6 +285,26 @@ def test_nobody_knows_how_long_an_undeclared_phase_may_last_so_it_only_warns() -
     trace = Trace().node("n1", TRAINER, phase="my_evaluation")
     trace.play(1200)
     assert trace.found() == {warn("phase_overdue", TRAINER)}
+
+
+def test_code_between_phases_looks_like_starting_and_only_warns() -> None:
+    trace = Trace().node("n1", TRAINER, phase="train")
+    trace.play(5)
+    trace.enter(TRAINER, "starting")
+    trace.play(PHASES["starting"].longest)
+    assert trace.found() == {warn("phase_overdue", TRAINER)}
+
+
+def test_a_replacement_has_all_the_time_to_start_however_short_the_code_between_phases_was() -> None:
+    trace = Trace().node("n1", TRAINER, phase="train")
+    trace.learn(TRAINER, "starting", 1.0, passes=6, between="train")
+    second = Life(TRAINER.replica, 2)
+    trace.launch(second, "n1")
+    trace.watch.joined(second, NodeName("n1"), "starting", trace.now)
+    due = trace.now + PHASES["starting"].longest + LIMITS.first_pass
+    trace.play(due - trace.now)
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("phase_overdue", second)}
 
 
 def test_a_phase_that_may_last_for_ever_is_never_overdue() -> None:

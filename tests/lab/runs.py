@@ -22,10 +22,12 @@ from rrl.manager.journal import Follower, replay
 from rrl.manager.state import State, Status, workers
 from rrl.spec.launch import LAUNCH_ENV
 from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import AGENT, Life, ReplicaId, role_of
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.lab.slurm import SlurmLab
 
 DEADLINE = 120.0
 """s; generous: two shared cores start a dozen interpreters"""
+RRL = str(Path(sys.executable).parent / "rrl")
 LIGHT = Path(__file__).parent.parent / "runs" / "light"
 
 
@@ -77,9 +79,8 @@ class TestRun:
 
     __test__ = False
 
-    def __init__(self, run: RunDir, env: dict[str, str], call: Callable[..., subprocess.Popen[str]]) -> None:
+    def __init__(self, run: RunDir, call: Callable[..., subprocess.Popen[str]]) -> None:
         self.run = run
-        self.env = env
         self.call = call
         self._follower = Follower(run)
 
@@ -129,9 +130,10 @@ class TestRun:
 
     def _account(self) -> str:
         tail = "\n".join(f"{s.seq} {s.at:.2f} {s.event!r:.300}" for s in self.events()[-40:])
+        kept = [*self.run.logs.glob("*"), *self.run.submit.glob("*.err"), *self.run.submit.glob("*.log")]
         logs = "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
-            for path in sorted([*self.run.logs.glob("*"), *self.run.submit.glob("*.err"), *self.run.submit.glob("*.out")])
+            for path in sorted(kept)
             if path.stat().st_size
         )
         return f"{tail}\n{logs}"
@@ -186,25 +188,55 @@ def check_sound(run: RunDir) -> None:
 
 def submit_here(tmp_path: Path, toml: str) -> TestRun:
     """On the local cluster, as ourselves, in the background."""
-    job = tmp_path / "job.toml"
-    job.write_text(toml)
-    for source in LIGHT.glob("*.py"):
-        (tmp_path / source.name).write_text(source.read_text())
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-m", "rrl.cli.app", *argv], env=env, text=True, **popen)
+        return subprocess.Popen([RRL, *argv], env=env, text=True, **popen)
 
+    return _submitted(write_job(tmp_path, toml), tmp_path / "runs", call)
+
+
+def submit_on(lab: SlurmLab, name: str, toml: str) -> TestRun:
+    """On the lab's Slurm, as its plain user, from a folder that is the user's own."""
+    folder = lab.home / name
+    lab.call_as_user(folder.mkdir)
+    runs = folder / "runs"
+
+    def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
+        return lab.popen_as_user([RRL, *argv], env={RUNS_ENV: str(runs)}, cwd=folder, **popen)
+
+    job = write_job(folder, toml)
+    return _submitted(job, runs, call)
+
+
+def wait_for_run(runs: Path) -> RunDir:
+    """The only run in ``runs``, once its manager has begun."""
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        if found := list(runs.glob("*/journal/*.seg")):
+            return RunDir(found[0].parent.parent)
+        time.sleep(0.05)
+    raise AssertionError(f"no run in {runs}")
+
+
+def write_job(folder: Path, toml: str) -> Path:
+    """``job.toml`` beside the light task, readable by whoever submits it."""
+    job = folder / "job.toml"
+    job.write_text(toml)
+    for source in LIGHT.glob("*_task.py"):
+        (folder / source.name).write_text(source.read_text())
+    return job
+
+
+def _submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]]) -> TestRun:
     process = call("submit", str(job), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    return TestRun(RunDir(tmp_path / "runs" / json.loads(out)["run"]), env, call)
+    return TestRun(RunDir(runs / json.loads(out)["run"]), call)
 
 
 def others(before: dict[ReplicaId, Any], after: dict[ReplicaId, Any], but: Sequence[ReplicaId]) -> tuple[Any, Any]:
     """Both without ``but``: what must be equal when only those were hurt."""
-    return tuple({id: seen for id, seen in some.items() if id not in but} for some in (before, after))  # type: ignore[return-value]
+    kept, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
+    return kept, now
 
-
-def is_worker(life: Life) -> bool:
-    return role_of(life.replica) != AGENT

@@ -12,7 +12,6 @@ operator right (:attr:`SlurmLab.user`); started by anybody else, everything runs
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import pwd
@@ -37,7 +36,6 @@ from rrl.tests.lab import slurm_processes as processes
 from rrl.tests.lab.plain_user import call_as, plain_user, popen_as
 from rrl.tests.lab.slurm_processes import MARK, Process
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 _PREFIX = "rrl-lab-"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -324,65 +322,7 @@ def _sweep_abandoned() -> None:
                     lab.stop()
 
 
-# ── the command line ────────────────────────────────────────────────────────────────────────────────────────────────
-def install() -> str:
-    """Install Debian's packages where something is missing (root only). Raises RuntimeError with what to do instead."""
-    if not missing():
-        return "Slurm and munge are installed"
-    wanted = ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES]
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise RuntimeError(f"not installed: {', '.join(missing())}; ask root to run: {' '.join(wanted)}")
-    env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    if subprocess.run(wanted, env=env, capture_output=True).returncode:  # the package lists may be old or absent
-        subprocess.run(["apt-get", "update"], env=env, check=True, capture_output=True)
-        subprocess.run(wanted, env=env, check=True)
-    if missing():
-        raise RuntimeError(f"installed {' '.join(PACKAGES)}, and yet these are not there: {', '.join(missing())}")
-    return "installed " + " ".join(PACKAGES)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rrl.tests.lab.slurm", description="A real Slurm on this machine.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("install", help="install Debian's packages (root)")
-    for name, text in (("start", "start a cluster that stays"), ("stop", "kill it and remove its folder"),
-                       ("status", "states of its nodes, and its jobs"), ("env", "shell lines to use it"),
-                       ("crash", "kill everything of a node"), ("up", "start a crashed node")):  # fmt: skip
-        command = commands.add_parser(name, help=text)
-        command.add_argument("--dir", type=Path, required=True, help="its folder; short, since sockets lie in it")
-        if name in ("crash", "up"):
-            command.add_argument("node")
-        if name == "start":
-            command.add_argument("--nodes", type=int, default=5)
-            command.add_argument("--cpus", type=int, default=8, help="that each node claims to have")
-            command.add_argument("--memory", type=int, default=8000, help="MiB that each node claims to have")
-            command.add_argument("--gpus", type=int, default=0, help="false GPUs of each node")
-    try:
-        print(_perform(parser.parse_args(argv)))
-    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        print(f"lab: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _perform(asked: argparse.Namespace) -> str:
-    if asked.command == "install":
-        return install()
-    if asked.command == "start":
-        lab = SlurmLab.start(
-            asked.dir, nodes=asked.nodes, cpus=asked.cpus, memory=asked.memory, gpus=asked.gpus, stays=True
-        )
-        return f"{len(lab.nodes)} nodes idle; jobs are submitted as {lab.user}"
-    lab = SlurmLab.load(asked.dir)
-    if asked.command == "stop":
-        lab.stop()
-        return "stopped"
-    if asked.command == "env":
-        return f"export SLURM_CONF={lab.conf}"
-    if asked.command in ("crash", "up"):
-        getattr(lab, asked.command)(asked.node)
-    return "\n".join([*(f"{node} {state}" for node, state in lab.states().items()), *lab.jobs()])
-
-
 if __name__ == "__main__":
+    from rrl.tests.lab.slurm_cli import main
+
     sys.exit(main())

@@ -71,8 +71,8 @@ def test_a_reused_pid_is_not_hit(started: list[subprocess.Popen[bytes]]) -> None
 
 
 def test_a_sweep_ends_what_forks_while_it_is_swept(started: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    """Each lives 20 ms and then is another, in another session."""
-    chain = "import os, time\nwhile True:\n    if os.fork():\n        time.sleep(0.02); os._exit(0)\n    os.setsid()\n"
+    """Each lives 0.1 s and then is another, in another session; 50 of them, for the case that the sweep fails."""
+    chain = "import os, time\nfor _ in range(50):\n  time.sleep(0.1)\n  if os.fork(): os._exit(0)\n  os.setsid()\n"
     first = sleeper(started, sys.executable, "-c", chain, **{LAUNCH_ENV: f"{tmp_path}/a.launch"})
     until(lambda: look(first.pid) is None)
     swept, left = sweep(lambda: processes(str(tmp_path)), within=20.0)

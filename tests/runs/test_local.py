@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence
 from rrl.manager.state import Status
-from rrl.spec.words import ReplicaId
+from rrl.spec.rundir import RUNS_ENV
+from rrl.spec.words import NodeName, ReplicaId
 from rrl.tests.lab.local import crash
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_here
+from rrl.tests.lab.runs import (
+    RRL,
+    TestRun,
+    all_work,
+    check_sound,
+    light_job,
+    lives,
+    others,
+    submit_here,
+    wait_for_run,
+    write_job,
+)
 
 VICTIM = ReplicaId("rollout/1")
 
@@ -58,7 +69,8 @@ def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back
     run = submit_here(tmp_path, light_job("local", 20))
     before = lives(run.wait_steps(3))
     step = run.state().replica(VICTIM).step
-    launchers = [pid for pid, command in run.processes().items() if f"rrl.roles.step {run.run.launch_file(step or '')}" in command]
+    mark = f"rrl.roles.step {run.run.launch_file(step or '')}"
+    launchers = [pid for pid, command in run.processes().items() if mark in command]
     assert len(launchers) == 1
     os.kill(launchers[0], signal.SIGKILL)
     after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
@@ -77,7 +89,7 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     assert after[VICTIM][2] != node
     kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{node}")])
     assert now == kept
-    assert run.state().nodes[node].excluded
+    assert run.state().nodes[NodeName(node)].excluded
     _end_well(run)
 
 
@@ -123,22 +135,27 @@ def test_the_manager_is_killed_and_the_next_one_adopts_what_lives(tmp_path: Path
     assert run.summary()["recoveries"] == []
 
 
-@pytest.mark.parametrize("how", ["cancel", "interrupt"])
-def test_a_run_that_is_ended_by_its_user_leaves_nothing(tmp_path: Path, how: str) -> None:
+def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 10_000))
     run.wait_steps(2)
-    if how == "cancel":
-        with run.call("cancel", run.run.id) as process:
-            assert process.wait(60) == 0
-    else:  # Ctrl-C at a foreground manager that took the run over
-        os.kill(json.loads((run.run.epochs / "000001").read_text())["pid"], signal.SIGTERM)
-        with run.call("manage", run.run.id) as process:
-            run.wait(lambda s: s.epoch == 2)
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(60) == 0
     assert run.wait_end().outcome == "cancelled"
     run.wait_gone()
     assert not list(run.run.mailbox.iterdir())
+
+
+def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    job = write_job(tmp_path, light_job("local", 10_000))
+    env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
+    argv = [RRL, "submit", "--foreground", str(job)]
+    with subprocess.Popen(argv, env=env, text=True, stdout=subprocess.DEVNULL) as process:
+        run = TestRun(wait_for_run(tmp_path / "runs"), lambda *_: process)
+        run.wait_steps(2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 1
+    assert run.state().outcome == "cancelled"
+    run.wait_gone()
 
 
 def test_a_role_that_always_fails_ends_the_run_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ _ANSWER = struct.Struct("<BQ")  # status, bytes
 _MANIFEST, _RANGE, _BYE = 1, 2, 3
 _HERE, _NOT_HELD = 0, 1
 _MANIFEST_MAX = 64 * 2**20
-"""bytes; 400,000 tensors of a long name each"""
+"""bytes; bounds what a peer can make us allocate"""
 _SEND_BY = 30.0
 """s for one answer: who does not take it by then is cut off, so that it cannot hold an evicted version in memory"""
 _STRANGERS = 64

@@ -16,6 +16,7 @@ from rrl.manager.cluster.slurm_text import (
     read_nodes,
     read_steps,
 )  # fmt: skip
+from rrl.spec.words import NodeName
 
 
 def recorded(name: str) -> str:
@@ -28,7 +29,8 @@ def jobs(name: str) -> dict[str, Job]:
 
 def test_a_running_pool_has_its_nodes_and_its_tag() -> None:
     pool = jobs("jobs")["37"]
-    assert pool == Job("37", AllocationState.RUNNING, ("n1", "n2"), "demo.pool", "RUNNING", "rrl demo demo.pool")
+    nodes = (NodeName("n1"), NodeName("n2"))
+    assert pool == Job("37", AllocationState.RUNNING, nodes, "demo.pool", "RUNNING", "rrl demo demo.pool")
 
 
 def test_a_pending_job_says_why_it_waits() -> None:
@@ -78,12 +80,12 @@ def test_node_states_come_with_slurms_own_words() -> None:
 
 
 def test_a_node_that_only_does_not_respond_yet_is_unknown() -> None:
-    seen = read_nodes(recorded("nodes-not-responding"))["n2"]
+    seen = read_nodes(recorded("nodes-not-responding"))[NodeName("n2")]
     assert (seen.state, seen.detail) == (NodeState.UNKNOWN, "MIXED+NOT_RESPONDING")
 
 
 def test_a_name_that_slurm_does_not_know_is_unknown() -> None:
-    assert read_nodes(recorded("nodes-not-responding"))["n9"].state is NodeState.UNKNOWN
+    assert read_nodes(recorded("nodes-not-responding"))[NodeName("n9")].state is NodeState.UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,19 @@ def test_each_trajectory_keeps_to_its_own_limit() -> None:
     assert [len(_tokens(rolled[n])) for n in range(5)] == [1, 2, 3, 4, 5]
 
 
+def test_the_model_is_asked_once_for_each_token_of_the_longest_trajectory() -> None:
+    model = build_model(harness.SMALL, 13, 3)
+    read: list[torch.Size] = []
+    model.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape), with_kwargs=True
+    )
+    engine = TorchEngine(model, eos=13, seed=0)
+    engine.load(_FIRST, harness.learner().weights().items())
+    group = [Item(n, 0, _prompt(0, 5), (), 2 + n % 3) for n in range(16)]
+    harness.roll_out(engine, group, Sampling(segment_tokens=3))
+    assert [tuple(each) for each in read] == [(1, 5), (16, 1), (16, 1), (5, 1)]
+
+
 def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment() -> None:
     ended = _item(1, so_far=(4, EOS), max_new=3)
     full = _item(2, so_far=(4, 5), max_new=0)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -248,6 +251,16 @@ def test_tokens_are_never_put_behind_a_prefix_they_were_not_sampled_from(tmp_pat
     assert late.lost == (0,)
 
 
+def test_an_heir_who_only_ends_a_trajectory_can_say_so_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    lease(store, ROLLOUT)
+    store.append(ROLLOUT, [segment(0, 0, (5,))])
+    store.peers(ALL[1:])
+    lease(store, OTHER)
+    assert store.append(OTHER, [], [0]) == Done()
+    assert store.append(OTHER, [], [0]) == Done()
+
+
 # ── scoring ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_only_finished_trajectories_are_offered_for_scoring(tmp_path: Path) -> None:
     store = open_store(tmp_path)
@@ -407,6 +420,17 @@ def test_a_trainer_is_fenced_by_the_first_word_of_the_next_one_and_for_ever(tmp_
     commit(store, batch, new)
 
 
+def test_the_managers_fence_holds_after_a_restart_before_it_speaks_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    generate(store)
+    score(store)
+    batch = bind(store, 1)
+    store.peers({ROLLOUT, REWARD, life("trainer/0", 2)})
+    store.flush()
+    store = open_store(tmp_path, living=())
+    assert _is_fenced(store.commit(TRAINER, 1, manifest(1), batch.digest))
+
+
 def test_the_next_trainer_can_finish_the_commit_of_the_last_one(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     batch = train(store, 1)
@@ -471,3 +495,26 @@ def test_who_was_succeeded_acknowledges_nothing_more(tmp_path: Path) -> None:
         with pytest.raises(Superseded):
             stale.flush()
     third.flush()
+
+
+def test_what_is_flushed_is_synced_after_it_is_written_and_a_new_log_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("write", "fdatasync", "fsync", "replace"):
+
+        def noted(*words: Any, _name: str = name, _real: Callable[..., Any] = getattr(os, name)) -> Any:
+            done.append(_name)
+            return _real(*words)
+
+        monkeypatch.setattr(os, name, noted)
+    store = open_store(tmp_path)
+    assert done == ["fsync", "fsync", "replace", "fsync"]  # the claim's folder, the file, the folder
+    done.clear()
+    lease(store)
+    store.append(ROLLOUT, [segment(0)], [0])
+    assert done == []
+    store.flush()
+    assert done == ["write", "fdatasync"]
+    store.flush()
+    assert done == ["write", "fdatasync"]  # nothing new: the disk is left alone

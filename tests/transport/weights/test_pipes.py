@@ -266,7 +266,7 @@ def test_a_stopped_source_is_left_at_the_chunks_deadline(kind: str, run: Run) ->
 
 
 def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run: Run) -> None:
-    size = 128 * 2**20
+    size = 64 * 2**20
 
     async def test() -> None:
         async with child(kind, size, size) as (at, pid), piped(kind) as pipe:

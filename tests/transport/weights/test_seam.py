@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import sys
+import threading
 
 import pytest
 
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.transport.weights.source import VERSION, content, described
+from rrl.transport.messages import Holder
 from rrl.transport.weights import pipe as pipes
 from rrl.transport.weights import swarm
 from rrl.transport.weights.pipe import PipeError, deadline, open_pipe
+from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.swarm import pull
 
 SECRET = b"s" * 32
 
@@ -58,6 +65,32 @@ def test_ucx_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
         await pipe.close()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ucx"])
+def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "ucx" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed")
+
+    async def test() -> None:
+        store, flat = WeightStore(), content(2**20)
+        store.offer(described(VERSION, flat, SECRET, 2**16), flat)
+        source, pipe = open_pipe(kind, SECRET), open_pipe(kind, SECRET)
+        at = await source.serve(store, "127.0.0.1")
+        holder = Holder(Life(ReplicaId("trainer/0"), 1), at)
+        await pipe.manifest(at, VERSION, 20)
+        pulling = asyncio.create_task(pull(WeightStore(), VERSION, lambda: [holder], pipe))
+        await asyncio.sleep(0)
+        pulling.cancel()
+        await asyncio.wait([pulling])
+        await source.close()
+        await pipe.close()
+
+    asyncio.run(test())
+    assert [thread.name for thread in threading.enumerate() if "UCX" in thread.name] == []
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:

@@ -1,4 +1,4 @@
-"""Pictures kept as text. ``RRL_SNAPSHOTS=write pytest tests/cli`` draws them anew; look at the diff before you keep it."""
+"""Pictures kept as text. ``RRL_SNAPSHOTS=write pytest tests/cli`` draws them anew; look at the diff then."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""How long a user waits for the command line: ``rrl --version``, ``rrl status`` of a finished run, ``rrl --help``.
+
+Bar: version and status under 0.4 s. Each is a whole process, from its start to its end; the median of ten, taken in
+turns so that a burst of load on the machine hits all alike. The finished run is made here, through the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rrl.benchmarks._table import print_table
+from rrl.tests.cli.story import completed
+
+ROUNDS = 10
+BAR = 0.4
+COMMANDS = {"version_s": ["--version"], "status_s": ["status"], "help_s": ["--help"]}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as root:
+        completed().written(Path(root))
+        environment = os.environ | {"RRL_RUNS_DIR": root}
+        taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        for _ in range(ROUNDS):
+            for name, arguments in COMMANDS.items():
+                taken[name].append(_once(arguments, environment))
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    rows = [
+        (f"rrl {' '.join(COMMANDS[name])}", f"{medians[name]:.3f}", f"{min(times):.3f}", f"{max(times):.3f}",
+         "under" if medians[name] < BAR else "OVER")
+        for name, times in taken.items()
+    ]  # fmt: skip
+    print_table(("command", "median s", "min", "max", f"bar {BAR} s"), rows)
+    print(json.dumps({name: round(value, 4) for name, value in medians.items()}))
+
+
+def _once(arguments: list[str], environment: dict[str, str]) -> float:
+    entry = Path(sys.executable).with_name("rrl")
+    began = time.perf_counter()
+    subprocess.run([str(entry), *arguments], env=environment, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Wait on what another thread or process does, with a generous deadline."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+DEADLINE = 30.0
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not true():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
+
+
+class Output:
+    """Takes the place of stdout, and can be looked at while it is written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._stream = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", self._stream)
+
+    @property
+    def lines(self) -> list[str]:
+        return self._stream.getvalue().splitlines()

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NOT_SHIPPED = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
+
+
+def test_the_wheel_has_every_folder_with_python_in_it() -> None:
+    """A forgotten subpackage breaks only the wheel: nothing else would notice."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in ROOT.rglob("*.py")}
+    shipped = [
+        folder for folder in folders
+        if not any(part.startswith(".") for part in folder.parts) and not NOT_SHIPPED & set(folder.parts[:1])
+    ]  # fmt: skip
+    assert sorted(listed) == sorted(".".join(("rrl", *folder.parts)) for folder in shipped)
+
+
+def test_every_package_says_that_it_is_one() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    without = [name for name in listed if not (ROOT.joinpath(*name.split(".")[1:]) / "__init__.py").exists()]
+    assert not without
+
+
+def test_no_python_lies_in_the_root_but_the_package_itself() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]

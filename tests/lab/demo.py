@@ -1,0 +1,39 @@
+"""``make demo-slurm``: the quickstart on a real Slurm of five nodes on this machine, as a plain user.
+
+Starts the cluster, submits, follows, and leaves nothing: the cluster and everything on it end with this program.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rrl.spec.rundir import RUNS_ENV
+from rrl.tests.lab.runs import RRL
+from rrl.tests.lab.slurm import SlurmLab
+
+NODES = 5
+QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
+
+
+def main() -> int:
+    local = 'kind = "local"'
+    toml = QUICKSTART.read_text()
+    assert toml.count(local) == 1, "the quickstart's cluster kind is not where this program expects it"
+    with SlurmLab.start(nodes=NODES) as lab:
+        print(f"Slurm with {NODES} nodes runs in {lab.dir}; submitting as {lab.user}", flush=True)
+        job = lab.home / "quickstart.toml"
+        job.write_text(toml.replace(local, 'kind = "slurm"'))
+        job.chmod(0o644)
+        env = {RUNS_ENV: str(lab.home / "runs")}
+        follow = lab.popen_as_user([RRL, "submit", "--wait", str(job)], env=env, stdout=sys.stdout.fileno())
+        try:
+            code = follow.wait()
+        except KeyboardInterrupt:
+            print("stopping the cluster and everything on it", file=sys.stderr)
+            code = 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The laboratory itself: a real cluster whose jobs have no rights, and of which nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.tests.lab import slurm_processes
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.slurm
+LAB = (sys.executable, "-m", "rrl.tests.lab.slurm")
+
+
+@pytest.fixture(autouse=True)
+def _needs_slurm(slurm_lab: SlurmLab) -> None:
+    """Skip, or fail, as the fixture does. Its lab runs on beside those that are started here."""
+
+
+def lab_command(*argv: str | Path) -> str:
+    return subprocess.run([*LAB, *map(str, argv)], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_a_stopped_lab_leaves_no_process_and_no_file() -> None:
+    lab = SlurmLab.start(nodes=2)
+    lab.run_as_user(["sbatch", "--wrap", "setsid sleep 1000 & sleep 1000", "-N2", "--mem=100M", "-o", "/dev/null"])
+    sleeping = lab.popen_as_user(["srun", "-n1", "--mem=100M", "sleep", "1000"])
+    lab.wait_states({"n1": "mix", "n2": "mix"})
+    assert {"munged", "slurmctld", "slurmd", "srun"} <= {p.comm for p in lab.processes().values()}
+    lab.stop()
+    assert sleeping.wait(timeout=10) == -signal.SIGKILL
+    assert lab.processes() == {}
+    assert not lab.dir.exists()
+    assert str(lab.dir) not in Path("/proc/net/unix").read_text()
+
+
+def test_a_lab_whose_keeper_was_killed_is_swept_by_the_next_one() -> None:
+    code = "import os, time; from rrl.tests.lab.slurm import SlurmLab; print(SlurmLab.start(nodes=1).dir, flush=True); "
+    done = subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), 9)"], capture_output=True, text=True)
+    left = Path(done.stdout.strip())
+    assert slurm_processes.of_lab(left)
+    with SlurmLab.start(nodes=1):
+        assert not left.exists()
+        assert slurm_processes.of_lab(left) == {}
+
+
+def test_jobs_run_as_a_plain_user_who_cannot_drain_a_node(slurm_lab: SlurmLab) -> None:
+    assert slurm_lab.run_as_user(["srun", "-n1", "--mem=100M", "id", "-un"]).stdout == f"{slurm_lab.user}\n"
+    if os.geteuid() != 0:
+        return
+    assert slurm_lab.user != "root"
+    with pytest.raises(RuntimeError, match=r"Invalid user id|Access/permission denied"):
+        slurm_lab.run_as_user(["scontrol", "update", "nodename=n1", "state=drain", "reason=x"])
+
+
+def test_a_crash_kills_everything_of_one_node_and_nothing_else(slurm_lab: SlurmLab) -> None:
+    script = "sleep 1001 & setsid sleep 1002 & wait"
+    step = slurm_lab.popen_as_user(["srun", "-N2", "-n2", "--mem=100M", "--no-kill", "sh", "-c", script])
+    try:
+        slurm_lab.run_as_user(["srun", "-n1", "--mem=100M", "true"])
+        busy = [node for node in slurm_lab.nodes if len(slurm_processes.of_node(slurm_lab.dir, node)) > 1]
+        assert len(busy) == 2
+        other = slurm_processes.of_node(slurm_lab.dir, busy[1]).keys()
+        slurm_lab.crash(busy[0])
+        assert slurm_processes.of_node(slurm_lab.dir, busy[0]) == {}
+        assert slurm_processes.of_node(slurm_lab.dir, busy[1]).keys() == other
+    finally:
+        slurm_lab.clear()
+        step.wait(timeout=20)
+
+
+def test_the_command_line_starts_uses_harms_and_stops_a_lab(tmp_path_factory: pytest.TempPathFactory) -> None:
+    where = Path(f"/tmp/rrl-cli-{os.getpid()}")
+    assert lab_command("start", "--dir", where, "--nodes", "2").startswith("2 nodes idle")
+    try:
+        assert lab_command("status", "--dir", where) == "n1 idle\nn2 idle\n"
+        assert re.fullmatch(r"export SLURM_CONF=\S+/slurm.conf\n", lab_command("env", "--dir", where))
+        lab_command("crash", "n2", "--dir", where)
+        assert slurm_processes.of_node(where, "n2") == {}
+        lab_command("up", "n2", "--dir", where)
+        assert slurm_processes.of_node(where, "n2")
+        assert lab_command("start", "--dir", where, "--nodes", "1").startswith("1 nodes idle")  # ends the old one first
+    finally:
+        assert lab_command("stop", "--dir", where) == "stopped\n"
+    assert slurm_processes.of_lab(where) == {}
+    assert not where.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_plain_user_can_have_a_lab_of_its_own(slurm_lab: SlurmLab) -> None:
+    def own_lab() -> None:
+        with SlurmLab.start(nodes=2, gpus=1) as lab:
+            assert lab.user == slurm_lab.user
+            out = lab.run_as_user(["srun", "-N2", "-n2", "--mem=100M", "--gres=gpu:1", "id", "-un"]).stdout
+            assert out == f"{lab.user}\n" * 2
+            lab.crash("n1")
+        assert lab.processes() == {}
+
+    slurm_lab.call_as_user(own_lab)

@@ -1,0 +1,394 @@
+"""SlurmCluster on a real Slurm, as a plain user. What runs as that user runs in a forked child, as a manager would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.manager.cluster import AllocationState, Ask, NodeState, Observed, Refused, Step, Unanswered
+from rrl.manager.cluster.slurm import SlurmCluster
+from rrl.manager.cluster.slurm_commands import SlurmLimits
+from rrl.spec.jobview import Resources
+from rrl.spec.words import NodeName
+from rrl.tests.lab import slurm_processes
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.slurm
+
+FAST = SlurmLimits(read=8.0, write=8.0, interval=0.05, reads_per_minute=100_000)
+WITHIN = 30.0
+SCRIPT = """trap "echo TERM >> $1.said; exit 0" TERM
+echo $$ > $1.pid.new; mv $1.pid.new $1.pid
+while :; do sleep 0.1; done"""
+"""a step that says who it is and when it is told to end; $1 is its launch file"""
+STUBBORN = SCRIPT.replace("; exit 0", "")
+
+
+class Run:
+    """One run in its own folder of the plain user's home; its id is the folder's name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.id = folder.name
+        self.pool = f"{self.id}.pool"
+
+    def tag(self, name: str) -> str:
+        return f"{self.id}.{name}"
+
+    def cluster(self, limits: SlurmLimits = FAST, script: str = SCRIPT, hold: str | None = None) -> SlurmCluster:
+        return SlurmCluster(self.id, sys.executable, limits, prefix=("/bin/sh", "-c", script, "sh"), hold=hold)
+
+    def ask(self, count: int = 2, name: str = "pool", **sbatch: str) -> Ask:
+        node = Resources(cpus=4, gpus=2, mem=4000 * 2**20)
+        return Ask(self.tag(name), count, node, walltime=600.0, comment=f"rrl {self.id}", sbatch=sbatch)
+
+    def step(self, name: str, node: str, cpus: int = 1, gpus: int = 0, mem: int = 100, agent: bool = False) -> Step:
+        files = self.folder / f"{name}.launch", self.folder / f"{name}.log"
+        return Step(self.tag(name), self.pool, NodeName(node), Resources(cpus, gpus, mem * 2**20), *files, agent, agent)
+
+    async def hold(self, slurm: SlurmCluster, count: int) -> tuple[NodeName, ...]:
+        """A pool of ``count`` nodes, once it runs."""
+        await slurm.request(self.ask(count))
+        observed = await until(slurm, lambda seen: state(seen, self.pool) is AllocationState.RUNNING)
+        assert observed.allocations is not None
+        return observed.allocations[self.pool].nodes
+
+    async def pid(self, name: str) -> int:
+        """Of a step's process, once it runs."""
+        path = self.folder / f"{name}.launch.pid"
+        await until_file(path)
+        return int(path.read_text())
+
+
+@pytest.fixture
+def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield slurm_lab
+    slurm_lab.clear()
+    left = [p.command for p in slurm_lab.processes().values() if p.comm in ("srun", "salloc", "sh", "sleep")]
+    assert left == []
+
+
+@pytest.fixture
+def run(lab: SlurmLab) -> Run:
+    path = lab.home / f"run{len(list(lab.home.glob('run*')))}"
+    lab.call_as_user(path.mkdir)
+    return Run(path)
+
+
+def as_user(lab: SlurmLab, scenario: Callable[[], Coroutine[None, None, None]]) -> None:
+    lab.call_as_user(lambda: asyncio.run(scenario()), within=60.0)
+
+
+async def until(slurm: SlurmCluster, seen: Callable[[Observed], object]) -> Observed:
+    deadline = time.monotonic() + WITHIN
+    while not seen(observed := await slurm.observe()):
+        assert time.monotonic() < deadline, f"not seen within {WITHIN:.0f} s: {observed}"
+        await asyncio.sleep(0.05)
+    return observed
+
+
+async def until_file(path: Path) -> None:
+    deadline = time.monotonic() + WITHIN
+    while path.name not in os.listdir(path.parent):
+        assert time.monotonic() < deadline, f"{path} did not appear; {os.listdir(path.parent)}"
+        await asyncio.sleep(0.02)
+
+
+def state(seen: Observed, tag: str) -> AllocationState | None:
+    return seen.allocations[tag].state if seen.allocations and tag in seen.allocations else None
+
+
+def lives(pid: int) -> bool:
+    return pid in slurm_processes.living()
+
+
+def test_a_pool_is_asked_for_seen_used_and_given_back(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster()
+        nodes = await run.hold(slurm, 2)
+        assert len(nodes) == 2
+        await slurm.launch(run.step("agent-a.1", nodes[0], gpus=2, agent=True))
+        await slurm.launch(run.step("rollout-0.1", nodes[0], cpus=2, gpus=1, mem=1500))
+        await slurm.launch(run.step("rollout-1.1", nodes[0], cpus=2, gpus=1, mem=1500))
+        await slurm.launch(run.step("rollout-2.1", nodes[1]))
+        observed = await slurm.observe()
+        assert observed.steps == {
+            run.tag("agent-a.1"): nodes[0], run.tag("rollout-0.1"): nodes[0], run.tag("rollout-1.1"): nodes[0],
+            run.tag("rollout-2.1"): nodes[1],
+        }  # fmt: skip
+        assert observed.nodes is not None
+        assert {name: seen.state for name, seen in observed.nodes.items()} == dict.fromkeys(nodes, NodeState.UP)
+        pids = [await run.pid(name) for name in ("agent-a.1", "rollout-0.1", "rollout-1.1", "rollout-2.1")]
+        gpus = [slurm_processes.living()[pid].environ.get("CUDA_VISIBLE_DEVICES") for pid in pids]
+        assert gpus == ["0,1", "0", "1", None]
+        await slurm.release(run.pool)
+        await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED and seen.steps == {})
+        await slurm.release(run.pool)
+        await slurm.close()
+
+    as_user(lab, scenario)
+
+
+def test_a_step_lives_on_when_its_srun_is_killed_after_joining_and_still_stops(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster()
+        node = (await run.hold(slurm, 1))[0]
+        await slurm.launch(run.step("rollout-0.1", node))
+        pid = await run.pid("rollout-0.1")
+        sruns = [p.pid for p in slurm_processes.living().values() if p.comm == "srun" and f"{run.id}." in p.command]
+        assert len(sruns) == 2, "srun and the child that would end the step for it"
+        await slurm.joined(run.tag("rollout-0.1"))
+        assert not any(lives(srun) for srun in sruns)
+        await asyncio.sleep(4.0)  # one whose srun died the wrong way ends 2.5 s later (measured): no event to wait for
+        assert lives(pid)
+        assert (await slurm.observe()).steps == {run.tag("rollout-0.1"): node}
+        await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
+        assert not lives(pid)
+        assert (run.folder / "rollout-0.1.launch.said").read_text() == "TERM\n"
+        assert (await slurm.observe()).steps == {}
+        await slurm.stop(run.tag("rollout-0.1"), grace=10.0)
+        assert [name for name in os.listdir(run.folder) if name.endswith(".srun")] == []
+
+    as_user(lab, scenario)
+
+
+def test_a_step_that_ignores_sigterm_is_killed_after_its_grace(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster(script=STUBBORN)
+        node = (await run.hold(slurm, 1))[0]
+        await slurm.launch(run.step("rollout-0.1", node))
+        pid = await run.pid("rollout-0.1")
+        await slurm.stop(run.tag("rollout-0.1"), grace=0.2)
+        await until(slurm, lambda seen: seen.steps == {})
+        assert not lives(pid)
+        assert (run.folder / "rollout-0.1.launch.said").exists()
+        await slurm.close()
+
+    as_user(lab, scenario)
+
+
+def test_what_slurm_says_no_to_is_refused(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        for hold in ("salloc", "sbatch"):
+            slurm = run.cluster(hold=hold)
+            with pytest.raises(Refused, match="Invalid partition"):
+                await slurm.request(run.ask(partition="nowhere"))
+            with pytest.raises(Refused, match="Memory specification can not be satisfied"):
+                await slurm.request(Ask(run.pool, 1, Resources(mem=2**40), 60.0))
+            with pytest.raises(Refused, match="set by rrl itself"):
+                await slurm.request(run.ask(array="1-3"))
+        with pytest.raises(Refused, match="is not running"):
+            await slurm.launch(run.step("rollout-0.1", "n1"))
+        nodes = await run.hold(slurm, 1)
+        elsewhere = next(node for node in lab.nodes if node not in nodes)
+        with pytest.raises(Refused, match="Requested node configuration is not available"):
+            await slurm.launch(run.step("rollout-1.1", elsewhere))
+        with pytest.raises(Refused, match="Memory required by task is not available"):
+            await slurm.launch(run.step("rollout-2.1", nodes[0], mem=5000))
+        assert (await slurm.observe()).steps == {}
+        await slurm.close()
+
+    as_user(lab, scenario)
+
+
+def test_a_launch_that_waits_for_resources_is_withdrawn_by_stop(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster(SlurmLimits(interval=0.05, launch=1.0, reads_per_minute=100_000))
+        node = (await run.hold(slurm, 1))[0]
+        await slurm.launch(run.step("rollout-0.1", node, mem=3000))
+        await slurm.launch(run.step("rollout-1.1", node, mem=3000))
+        assert (await slurm.observe()).steps == {run.tag("rollout-0.1"): node}
+        await slurm.stop(run.tag("rollout-1.1"), grace=5.0)
+        await slurm.stop(run.tag("rollout-0.1"), grace=5.0)
+        await slurm.launch(run.step("rollout-2.1", node, mem=3000))
+        await run.pid("rollout-2.1")
+        assert (await slurm.observe()).steps == {run.tag("rollout-2.1"): node}
+        assert not (run.folder / "rollout-1.1.launch.pid").exists()
+        await slurm.close()
+
+    as_user(lab, scenario)
+
+
+def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdrawn(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster()
+        await slurm.request(run.ask(5))
+        await slurm.request(run.ask(5, "more-1"))
+        observed = await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.RUNNING)
+        assert observed.allocations is not None
+        waiting = observed.allocations[run.tag("more-1")]
+        assert (waiting.state, waiting.nodes) == (AllocationState.PENDING, ())
+        assert not [p for p in slurm_processes.living().values() if p.comm == "salloc" and run.id in p.command]
+        await slurm.release(run.tag("more-1"))
+        observed = await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.ENDED)
+        assert state(observed, run.pool) is AllocationState.RUNNING
+
+    as_user(lab, scenario)
+
+
+def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(lab: SlurmLab, run: Run) -> None:
+    async def deaf() -> None:
+        slurm = run.cluster(hold="sbatch")
+        observed, *others = await asyncio.gather(
+            slurm.observe(), slurm.request(run.ask(1)), slurm.release(run.pool),
+            slurm.stop(run.tag("rollout-0.1"), grace=1.0),
+            run.cluster(SlurmLimits(write=0.5), hold="salloc").request(run.ask(1, "more-1")),
+            return_exceptions=True,
+        )  # fmt: skip
+        assert isinstance(observed, Observed)
+        assert (observed.allocations, observed.steps, observed.nodes) == (None, None, None)
+        assert [type(other) for other in others] == [Unanswered] * 4, others
+        assert "timed out" in observed.unknown
+        assert "timed out" in str(others[0])
+        assert "no answer within 0.5 s" in str(others[3])
+
+    async def later() -> None:  # it landed, and is found by its tag
+        await until(run.cluster(), lambda seen: state(seen, run.pool) is AllocationState.RUNNING)
+
+    with lab.deaf_controller():
+        as_user(lab, deaf)
+    as_user(lab, later)
+
+
+def test_the_form_of_the_allocation_follows_the_sites_inactive_limit(lab: SlurmLab, run: Run) -> None:
+    async def one_pool() -> None:
+        await run.hold(run.cluster(), 1)
+
+    as_user(lab, one_pool)
+    assert batch_flags(lab) == ["BatchFlag=0"]  # salloc --no-shell: no node whose return would end the pool
+    lab.clear()
+    conf = lab.conf.read_text()
+    try:
+        lab.conf.write_text(conf.replace("InactiveLimit=0", "InactiveLimit=3600"))
+        lab.slurm("scontrol", "reconfigure")
+        as_user(lab, one_pool)
+        assert batch_flags(lab) == ["BatchFlag=1"]
+    finally:
+        lab.conf.write_text(conf)
+        lab.slurm("scontrol", "reconfigure")
+
+
+def batch_flags(lab: SlurmLab) -> list[str]:
+    shown = (lab.slurm("scontrol", "show", "job", "-o", job.split()[0]) for job in lab.jobs())
+    return [next(word for word in job.split() if word.startswith("BatchFlag=")) for job in shown]
+
+
+def test_steps_outlive_a_manager_that_was_killed_and_the_next_one_finds_them(lab: SlurmLab, run: Run) -> None:
+    async def first() -> None:
+        slurm = run.cluster()
+        node = (await run.hold(slurm, 1))[0]
+        for name in ("rollout-0.1", "rollout-1.1"):
+            await slurm.launch(run.step(name, node))
+            await run.pid(name)
+        await slurm.joined(run.tag("rollout-0.1"))
+        os._exit(0)  # as kill -9: nothing of ours runs any more, the srun of rollout-1 goes on by itself
+
+    async def second() -> None:
+        slurm = run.cluster()
+        observed = await slurm.observe()
+        assert sorted(observed.steps or {}) == [run.tag("rollout-0.1"), run.tag("rollout-1.1")]
+        await slurm.stop(run.tag("rollout-1.1"), grace=5.0)
+        await until(slurm, lambda seen: list(seen.steps or {}) == [run.tag("rollout-0.1")])
+        await slurm.release(run.pool)
+        await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED and seen.steps == {})
+
+    as_user(lab, first)
+    as_user(lab, second)
+
+
+MANAGER = """
+import asyncio, sys
+from pathlib import Path
+from rrl.tests.manager.cluster.test_slurm import Run
+async def main(run):
+    slurm = run.cluster()
+    node = (await run.hold(slurm, 1))[0]
+    for name in ("rollout-0.1", "rollout-1.1"):
+        await slurm.launch(run.step(name, node))
+        await run.pid(name)
+    await slurm.joined(run.tag("rollout-0.1"))
+    (run.folder / "ready").touch()
+    await asyncio.sleep(1000)
+asyncio.run(main(Run(Path(sys.argv[1]))))
+"""
+
+
+def test_steps_that_joined_outlive_a_scancel_of_the_managers_own_job(lab: SlurmLab, run: Run) -> None:
+    path = run.folder / "manager.sh"
+    path.write_text(f"#!/bin/sh\nexec {sys.executable} - {run.folder} <<'EOF'\n{MANAGER}EOF\n")
+    path.chmod(0o644)
+    lab.run_as_user(["sbatch", "-J", run.tag("manager"), "--comment", f"rrl {run.id} manager", "-n1", "--mem=500M",
+                     "-o", f"{run.folder}/manager.out", str(path)])  # fmt: skip
+
+    async def scenario() -> None:
+        slurm = run.cluster()
+        await until_file(run.folder / "ready")
+        observed = await slurm.observe()
+        assert list(observed.allocations or {}) == [run.pool], "the manager's own job is no allocation"
+        joined, carried = await run.pid("rollout-0.1"), await run.pid("rollout-1.1")
+        await asyncio.to_thread(subprocess.run, ["scancel", "--name", run.tag("manager")], check=True)
+        await until(slurm, lambda seen: list(seen.steps or {}) == [run.tag("rollout-0.1")])
+        assert lives(joined)
+        assert not lives(carried)
+
+    as_user(lab, scenario)
+
+
+def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_goes_on(
+    lab: SlurmLab, run: Run
+) -> None:
+    node = ""
+
+    async def first() -> None:
+        slurm = run.cluster()
+        nodes = await run.hold(slurm, 3)
+        for index, name in enumerate(nodes):
+            await slurm.launch(run.step(f"rollout-{index}.1", name))
+            await run.pid(f"rollout-{index}.1")
+            await slurm.joined(run.tag(f"rollout-{index}.1"))
+        (run.folder / "lost").write_text(nodes[0])
+
+    async def second() -> None:
+        slurm = run.cluster()
+        observed = await slurm.observe()
+        assert observed.allocations is not None
+        nodes = observed.allocations[run.pool].nodes
+        assert node in nodes
+        observed = await until(
+            slurm, lambda seen: seen.nodes and seen.nodes[NodeName(node)].state is NodeState.DOWN
+        )
+        assert observed.nodes is not None
+        assert observed.nodes[NodeName(node)].detail == "DOWN+NOT_RESPONDING: Not responding"
+        left = [name for name in nodes if name != node]
+        observed = await until(slurm, lambda seen: seen.allocations and len(seen.allocations[run.pool].nodes) == 2)
+        assert observed.steps == {run.tag("rollout-1.1"): left[0], run.tag("rollout-2.1"): left[1]}
+        await slurm.launch(run.step("rollout-0.2", left[0]))
+        await run.pid("rollout-0.2")
+        await slurm.close()
+
+    as_user(lab, first)
+    node = (run.folder / "lost").read_text()
+    lab.crash(node)
+    as_user(lab, second)
+
+
+def test_looks_are_rationed_and_never_stale_after_a_change(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        seldom = run.cluster(SlurmLimits(interval=3600.0, reads_per_minute=6))
+        before = await seldom.observe()
+        assert before.allocations == {}
+        assert await seldom.observe() is before
+        await seldom.request(run.ask(1))
+        assert (await seldom.observe()).allocations != {}
+        await seldom.release(run.pool)
+        spent = await seldom.observe()
+        assert (spent.allocations, spent.unknown) == (None, "budget of 6 reads a minute is spent")
+
+    as_user(lab, scenario)

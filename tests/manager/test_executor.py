@@ -1,0 +1,250 @@
+"""Actions are carried out once, and their results told as far as anybody knows them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Launch, Outside, Perform, Release, Request, StopStep, Why
+from rrl.manager.cluster import Ask, Observed, Refused, Step, Unanswered
+from rrl.manager.executor import AGAIN, STEP_MARGIN, Executor
+from rrl.manager.lease import LeaseLost
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.words import Life, NodeName
+from rrl.tests.manager import virtual
+from rrl.tests.manager.jobs import NODE, ROLLOUTS
+
+WHY = Why(("because",))
+R1 = Life(ROLLOUTS[0], 1)
+REQUEST = Request(Ask("pool", 1, NODE, 60.0), WHY)
+RELEASE = Release("pool", WHY)
+LAUNCH = Launch(R1, "step", "pool", NodeName("n1"), WHY)
+STOP = StopStep("step", R1, 5.0, WHY)
+PERFORM = Perform(Fault("f0", FaultKind.KILL, R1.replica, 0), "step", NodeName("n1"), WHY)
+ALL = (REQUEST, RELEASE, LAUNCH, STOP, PERFORM)
+
+
+class Scripted:
+    """A cluster that answers as the script says (an error to raise, or None), and does what it is asked otherwise."""
+
+    def __init__(self, *answers: Exception | None) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.gate: asyncio.Event | None = None
+        self._answers = list(answers)
+
+    async def _answer(self, verb: str, tag: str) -> None:
+        self.asked.append((verb, tag))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self._answers and (answer := self._answers.pop(0)) is not None:
+            raise answer
+
+    async def request(self, ask: Ask) -> None:
+        await self._answer("request", ask.tag)
+
+    async def release(self, tag: str) -> None:
+        await self._answer("release", tag)
+
+    async def launch(self, step: Step) -> None:
+        await self._answer("launch", step.tag)
+
+    async def joined(self, tag: str) -> None:
+        await self._answer("joined", tag)
+
+    async def stop(self, tag: str, grace: float) -> None:
+        await self._answer("stop", tag)
+
+    async def observe(self) -> Observed:
+        return Observed(None, None, None)
+
+    async def close(self) -> None:
+        pass
+
+
+class Bench:
+    """An executor with everything around it scripted."""
+
+    def __init__(self, *answers: Exception | None) -> None:
+        self.cluster = Scripted(*answers)
+        self.recorded: list[ev.Event] = []
+        self.stops_itself = False
+        self.performs = True
+        self.lost = False
+        self.cannot_prepare: OSError | None = None
+        self.told: list[float] = []
+        self.executor = Executor(
+            self.cluster, self.recorded.append, self._prepare, self._tell, self._inject, self._check
+        )
+
+    def _prepare(self, action: Launch) -> Step:
+        if self.cannot_prepare is not None:
+            raise self.cannot_prepare
+        return Step(action.step, action.allocation, action.node, NODE, Path("launch"), Path("log"))
+
+    async def _tell(self, action: StopStep, patience: float) -> bool:
+        self.told.append(patience)
+        return self.stops_itself
+
+    async def _inject(self, action: Perform) -> bool:
+        return self.performs
+
+    def _check(self) -> None:
+        if self.lost:
+            raise LeaseLost("epoch 2 has begun")
+
+    def carry_out(self, *actions: Outside, during: Callable[[], Awaitable[None]] | None = None) -> list[ev.Event]:
+        """Start them, let an hour pass, and return what was recorded."""
+
+        async def go() -> None:
+            for action in actions:
+                self.executor.start(action)
+            if during is not None:
+                await during()
+            await asyncio.sleep(3600.0)
+            assert self.executor.busy == frozenset()
+            await self.executor.close()
+
+        virtual.run(go())
+        return self.recorded
+
+
+def test_done_is_told_of_what_the_cluster_has_answered() -> None:
+    assert Bench().carry_out(REQUEST) == [ev.Done("pool", True)]
+    assert Bench().carry_out(RELEASE) == [ev.Done("pool!release", True)]
+    assert Bench().carry_out(STOP) == [ev.Done("step!stop", True)]
+
+
+def test_a_launch_that_was_handed_over_is_not_done_before_its_step_speaks() -> None:
+    bench = Bench()
+    assert bench.carry_out(LAUNCH) == []
+    assert bench.cluster.asked == [("launch", "step")]
+
+
+@pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
+def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: Outside) -> None:
+    bench = Bench(Refused("Invalid partition"))
+    assert bench.carry_out(action) == [ev.Done(action.tag, False, "Invalid partition")]
+    assert len(bench.cluster.asked) == 1
+
+
+@pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
+def test_what_could_happen_twice_is_asked_once_and_left_open_when_nobody_answers(action: Outside) -> None:
+    bench = Bench(Unanswered("timed out"))
+    assert bench.carry_out(action) == []
+    assert len(bench.cluster.asked) == 1
+
+
+@pytest.mark.parametrize("action", [STOP, RELEASE], ids=lambda action: type(action).__name__)
+def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: Outside) -> None:
+    bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
+    assert bench.carry_out(action) == [ev.Done(action.tag, True)]
+    assert len(bench.cluster.asked) == 3
+
+
+def test_between_two_tries_there_is_a_pause() -> None:
+    bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
+
+    async def before_the_third() -> None:
+        await asyncio.sleep(1.9 * AGAIN)
+        assert len(bench.cluster.asked) == 2
+
+    bench.carry_out(RELEASE, during=before_the_third)
+
+
+def test_a_step_that_ends_when_it_is_told_to_is_not_ended_by_the_cluster() -> None:
+    bench = Bench()
+    bench.stops_itself = True
+    assert bench.carry_out(STOP) == [ev.Done("step!stop", True)]
+    assert (bench.cluster.asked, bench.told) == ([], [STOP.grace + STEP_MARGIN])
+
+
+def test_a_step_that_does_not_is() -> None:
+    bench = Bench()
+    bench.carry_out(STOP)
+    assert bench.cluster.asked == [("stop", "step")]
+
+
+def test_a_fault_is_settled_by_the_agents_own_word_and_refused_where_there_is_none() -> None:
+    assert Bench().carry_out(PERFORM) == []
+    bench = Bench()
+    bench.performs = False
+    assert bench.carry_out(PERFORM) == [ev.Done("fault:f0", False, "the agent of its node does not answer")]
+
+
+def test_a_launch_file_that_cannot_be_written_is_a_launch_that_was_not_done() -> None:
+    bench = Bench()
+    bench.cannot_prepare = OSError(28, "No space left on device")
+    (done,) = bench.carry_out(LAUNCH)
+    assert isinstance(done, ev.Done)
+    assert (done.tag, done.ok, bench.cluster.asked) == ("step", False, [])
+    assert "No space left on device" in done.detail
+
+
+@pytest.mark.parametrize("action", ALL, ids=lambda action: type(action).__name__)
+def test_who_has_lost_the_lease_does_nothing_and_says_nothing(action: Outside) -> None:
+    bench = Bench()
+    bench.lost = True
+    assert bench.carry_out(action) == []
+    assert (bench.cluster.asked, bench.told) == ([], [])
+
+
+def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
+    bench = Bench(Unanswered("timed out"))
+
+    async def lose() -> None:
+        await asyncio.sleep(AGAIN / 2)
+        bench.lost = True
+
+    assert bench.carry_out(RELEASE, during=lose) == []
+    assert len(bench.cluster.asked) == 1
+
+
+def test_an_action_that_is_being_carried_out_is_not_started_a_second_time() -> None:
+    bench = Bench()
+
+    async def go() -> None:
+        bench.cluster.gate = asyncio.Event()
+        bench.executor.start(REQUEST)
+        await asyncio.sleep(1.0)
+        assert bench.executor.busy == {"pool"}
+        bench.executor.start(REQUEST)
+        await asyncio.sleep(1.0)
+        bench.cluster.gate.set()
+        await asyncio.sleep(1.0)
+        assert bench.executor.busy == frozenset()
+
+    virtual.run(go())
+    assert bench.cluster.asked == [("request", "pool")]
+    assert bench.recorded == [ev.Done("pool", True)]
+
+
+def test_different_actions_run_beside_each_other() -> None:
+    bench = Bench()
+
+    async def go() -> None:
+        bench.cluster.gate = asyncio.Event()
+        for action in (REQUEST, LAUNCH, STOP):
+            bench.executor.start(action)
+        await asyncio.sleep(1.0)
+        assert len(bench.cluster.asked) == 3
+        await bench.executor.close()
+
+    virtual.run(go())
+
+
+def test_closing_abandons_what_was_begun_without_a_word() -> None:
+    bench = Bench()
+
+    async def go() -> None:
+        bench.cluster.gate = asyncio.Event()
+        bench.executor.start(REQUEST)
+        await asyncio.sleep(1.0)
+        await bench.executor.close()
+        assert bench.executor.busy == frozenset()
+
+    virtual.run(go())
+    assert bench.recorded == []

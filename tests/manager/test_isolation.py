@@ -1,0 +1,81 @@
+"""Whatever happens to single replicas and nodes, nobody else's incarnation changes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.manager.actions import Fence
+from rrl.manager.state import Status, workers
+from rrl.spec.jobview import Recovery
+from rrl.spec.words import AGENT, ReplicaId, role_of
+from rrl.tests.manager.jobs import REWARD, STORE, TRAINER, job
+from rrl.tests.manager.world import World
+
+REPLICAS = (STORE, REWARD, TRAINER, *(ReplicaId(f"rollout/{i}") for i in range(3)))
+Blow = tuple[Literal["kill", "freeze", "lose node", "kill agent", "refuse launches"], ReplicaId, float]
+"""what happens, to whom (or to whose node), and how long it is until the next"""
+_blows = st.tuples(
+    st.sampled_from(["kill", "kill", "freeze", "lose node", "kill agent", "refuse launches"]),
+    st.sampled_from(REPLICAS),
+    st.sampled_from([0.0, 0.4, 3.0, 15.0, 120.0]),
+)
+
+
+def strike(world: World, kind: str, replica: ReplicaId) -> set[ReplicaId]:
+    """Returns whose incarnation this may change."""
+    node = world.state.replica(replica).node
+    there = {r.id for r in workers(world.state) if r.node == node or r.prefer == node}
+    if node is None or kind == "kill":
+        world.kill(replica)
+    elif kind == "freeze":
+        world.freeze(replica)
+    elif kind == "lose node":
+        world.lose_node(node)
+        return there
+    elif kind == "kill agent":
+        world.kill(ReplicaId(f"{AGENT}/{node}"))
+        return set()
+    else:  # from now on nothing starts there: whoever must be restarted there is
+        world.refuse_launch.add(node)
+        return set()
+    return {replica}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_blows, min_size=1, max_size=8), st.integers(0, 2))
+def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows: list[Blow], spares: int) -> None:
+    recovery = Recovery(per_node=2, per_replica=50, breaker=1.0)
+    world = World(job(rollouts=3, spares=spares, recovery=recovery), nodes=20).steady()
+    hit: set[ReplicaId] = set()
+    for kind, replica, pause in blows:
+        hit |= strike(world, kind, replica)
+        world.play(at_most=pause)
+        changed = {id for id, incarnation in world.incarnations().items() if incarnation != 1}
+        assert changed <= hit, f"{kind} {replica}"
+    world.play(at_most=3000.0)
+    assert {id for id, incarnation in world.incarnations().items() if incarnation != 1} <= hit
+    assert world.works(), {r.id: r.status for r in workers(world.state) if r.status is not Status.JOINED}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(_blows, min_size=1, max_size=10), st.integers(0, 2), st.booleans())
+def test_no_sequence_of_failures_ends_otherwise_than_working_degraded_or_over(
+    blows: list[Blow], spares: int, refuse: bool
+) -> None:
+    world = World(job(rollouts=3, spares=spares, recovery=Recovery(per_replica=3)), nodes=8).steady()
+    world.refuse = "no" if refuse else ""
+    for kind, replica, pause in blows:
+        strike(world, kind, replica)
+        world.play(at_most=pause)
+    world.play(at_most=20_000.0)
+    if world.over:
+        assert (world.steps, world.held) == ({}, {})
+        return
+    for held in workers(world.state):
+        works = held.status is Status.JOINED and held.step in world.steps
+        assert works or (held.status is Status.RETIRED and role_of(held.id) == "rollout"), held
+    for fence in world.decided(Fence):
+        assert not world.state.believed(fence.life)

@@ -1,0 +1,402 @@
+"""The journal on disk: what was flushed is read again, whatever tears, whoever still writes, and nothing else is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager import journal as journal_module
+from rrl.manager.actions import Launch, Why
+from rrl.manager.journal import MAGIC, SCHEMA, Follower, Head, Journal, JournalError, _framed, read_state, replay
+from rrl.manager.state import State, fold
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, NodeName
+from rrl.tests.manager.jobs import RUN, TRAINER, job
+
+TRAINER_1 = Life(TRAINER, 1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / RUN)
+    run.create()
+    return run
+
+
+class Writer:
+    """A journal, and the state and records that it should lead to."""
+
+    def __init__(self, run: RunDir, epoch: int = 1) -> None:
+        self.journal = Journal(run, epoch)
+        self.epoch = epoch
+        self.state = self.journal.state
+        self.written: list[ev.Stamped] = []
+
+    def write(self, *events: ev.Event) -> Writer:
+        for event in events:
+            seq = self.state.seq + 1 if self.state else 1
+            stamped = ev.Stamped(seq, float(seq), self.epoch, event)
+            self.journal.append(stamped)
+            self.state = fold(self.state, stamped)
+            self.written.append(stamped)
+        return self
+
+    def begin(self) -> Writer:
+        """Two records: after them the trainer is believed."""
+        launch = Launch(TRAINER_1, "step", "pool", NodeName("n1"), Why(("wanted",)))
+        return self.write(ev.RunStarted(RUN, job()), ev.Intended(launch)).flush()
+
+    def steps(self, *steps: int) -> Writer:
+        return self.write(*(ev.StepCommitted(TRAINER_1, step, {"reward": 0.5}) for step in steps))
+
+    def flush(self) -> Writer:
+        self.journal.flush()
+        return self
+
+    def rotate(self) -> Writer:
+        assert self.state is not None
+        self.journal.rotate(self.state)
+        return self
+
+
+def segments(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.journal.glob("*.seg"))
+
+
+def folded(run: RunDir) -> State | None:
+    state: State | None = None
+    for stamped in replay(run):
+        state = fold(state, stamped)
+    return state
+
+
+def test_a_run_without_a_journal_has_no_state_and_no_events(run: RunDir) -> None:
+    assert read_state(run) is None
+    assert list(replay(run)) == []
+
+
+def test_what_was_flushed_is_read_again_and_what_was_only_appended_is_not(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    durable = writer.state
+    writer.steps(1)
+    assert read_state(run) == durable
+    writer.flush()
+    assert read_state(run) == writer.state
+    assert list(replay(run)) == writer.written
+
+
+def test_closing_flushes(run: RunDir) -> None:
+    writer = Writer(run).begin().steps(1)
+    writer.journal.close()
+    assert read_state(run) == writer.state
+
+
+def test_a_torn_last_frame_is_ignored_wherever_it_is_torn(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    segment = run.journal / segments(run)[0]
+    before, whole = writer.state, segment.read_bytes()
+    writer.steps(1).flush()
+    torn = segment.read_bytes()
+    for length in range(len(whole), len(torn)):
+        segment.write_bytes(torn[:length])
+        assert read_state(run) == before, length
+    for length in range(len(whole), len(torn)):  # the file grew before its bytes came
+        segment.write_bytes(torn[:length] + bytes(len(torn) - length))
+        assert read_state(run) in (before, writer.state), length
+    segment.write_bytes(torn[:-1] + bytes([torn[-1] ^ 1]))
+    assert read_state(run) == before
+
+
+def test_a_successor_goes_on_after_a_torn_frame(run: RunDir) -> None:
+    Writer(run).begin().steps(1).flush()
+    segment = run.journal / segments(run)[0]
+    segment.write_bytes(segment.read_bytes()[:-3])
+    writer = Writer(run, epoch=2).steps(1, 2).flush()
+    assert writer.state is not None
+    assert writer.state.last_rewards == (0.5, 0.5)
+    assert read_state(run) == writer.state == folded(run)
+
+
+TORN_HEADS = (b"", MAGIC[:3], MAGIC, MAGIC + b"\x40\0\0\0", MAGIC + bytes(30), MAGIC + b"\x08" * 40)
+
+
+@pytest.mark.parametrize("torn", TORN_HEADS)
+def test_segments_whose_head_was_never_finished_are_passed_over(run: RunDir, torn: bytes) -> None:
+    writer = Writer(run).begin().steps(1).flush()
+    for epoch in (2, 3):  # two managers in a row that found the disk full
+        (run.journal / f"{epoch:06}-000001.seg").write_bytes(torn)
+    assert read_state(run) == writer.state
+    later = Writer(run, epoch=4).steps(2).flush()
+    assert [stamped.seq for stamped in replay(run)] == [1, 2, 3, 4]
+    assert read_state(run) == later.state
+
+
+def test_a_follower_that_has_begun_passes_over_an_unfinished_head_too(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    follower = Follower(run)
+    follower.state()
+    (run.journal / "000002-000001.seg").write_bytes(MAGIC)
+    writer.steps(1).flush()
+    assert follower.state() == writer.state
+
+
+@pytest.mark.parametrize("garbage", [b"#!/bin/sh\necho hello\n", b"{}"])
+def test_a_file_that_is_no_journal_is_said_to_be_none(run: RunDir, garbage: bytes) -> None:
+    Writer(run).begin()
+    (run.journal / "000002-000001.seg").write_bytes(garbage)
+    with pytest.raises(JournalError, match=r"000002-000001\.seg: not a journal of rrl"):
+        read_state(run)
+    with pytest.raises(JournalError, match="not a journal of rrl"):
+        Journal(run, 3)
+
+
+def test_a_newer_schema_is_said_to_be_newer_even_where_its_state_cannot_be_read(run: RunDir) -> None:
+    Writer(run).begin()
+    head = {"schema": SCHEMA + 1, "epoch": 2, "state": "packed otherwise"}
+    (run.journal / "000002-000001.seg").write_bytes(MAGIC + _framed(msgspec.msgpack.encode(head)))
+    with pytest.raises(JournalError, match=rf"written by a newer rrl \(schema {SCHEMA + 1}, this one reads up to"):
+        read_state(run)
+    with pytest.raises(JournalError, match="newer"):
+        list(replay(run))
+
+
+def test_an_event_of_an_unknown_kind_is_reported_with_its_place(run: RunDir) -> None:
+    Writer(run).begin()
+    segment = run.journal / segments(run)[0]
+    at = segment.stat().st_size
+    stranger = {"seq": 3, "at": 3.0, "epoch": 1, "event": {"type": "Teleported"}}
+    with segment.open("ab") as file:
+        file.write(_framed(msgspec.msgpack.encode(stranger)))
+    text = rf"000001-000001\.seg: the record at byte {at} cannot be read: .*Teleported"
+    for read in (read_state, lambda run: list(replay(run)), lambda run: Journal(run, 2)):
+        with pytest.raises(JournalError, match=text):
+            read(run)
+
+
+def test_fields_that_a_newer_rrl_added_are_ignored(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    newer = {"seq": 3, "at": 3.0, "epoch": 1, "event": {"type": "ManagerStopped", "why": "x", "mood": 7}, "colour": 1}
+    with (run.journal / segments(run)[0]).open("ab") as file:
+        file.write(_framed(msgspec.msgpack.encode(newer)))
+    assert list(replay(run)) == [*writer.written, ev.Stamped(3, 3.0, 1, ev.ManagerStopped("x"))]
+
+
+def test_the_newest_head_says_the_same_as_all_records_together(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    for step in range(1, 30):
+        writer.steps(step).flush()
+        if step % 7 == 0:
+            writer.rotate()
+    assert len(segments(run)) == 5
+    assert read_state(run) == folded(run) == writer.state
+    assert list(replay(run)) == writer.written
+
+
+def test_a_segment_is_full_after_so_many_records_and_a_fresh_one_is_not(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_RECORDS", 4)
+    writer = Writer(run).begin().steps(1)
+    assert not writer.journal.full
+    writer.steps(2)
+    assert writer.journal.full
+    assert not writer.rotate().journal.full
+
+
+def test_records_that_come_while_a_segment_is_being_changed_are_neither_lost_nor_folded_twice(run: RunDir) -> None:
+    writer = Writer(run).begin().steps(1, 2)
+    assert writer.state is not None
+    then = writer.state
+    writer.steps(3)  # appended after the snapshot was taken, before the change
+    writer.journal.rotate(then)
+    writer.flush()
+    assert read_state(run) == writer.state == folded(run)
+    assert list(replay(run)) == writer.written
+
+
+def test_two_threads_that_flush_beside_an_append_write_every_record_once(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    over = threading.Event()
+
+    def flush() -> None:
+        while not over.is_set():
+            writer.journal.flush()
+
+    threads = [threading.Thread(target=flush) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(1, 400):
+        writer.steps(step)
+    over.set()
+    for thread in threads:
+        thread.join()
+    writer.flush()
+    assert list(replay(run)) == writer.written
+
+
+def test_what_a_thawed_predecessor_appends_is_never_read(run: RunDir) -> None:
+    zombie = Writer(run).begin().steps(1).flush()
+    successor = Writer(run, epoch=2)
+    assert successor.state == zombie.state
+    zombie.steps(7).flush()
+    successor.steps(2).flush()
+    assert read_state(run) == successor.state
+    assert [stamped.epoch for stamped in replay(run)] == [1, 1, 1, 2]
+    third = Writer(run, epoch=3)
+    assert third.state == successor.state
+
+
+def test_what_a_thawed_predecessor_rotates_into_is_never_read(run: RunDir) -> None:
+    zombie = Writer(run).begin().steps(1).flush()
+    successor = Writer(run, epoch=2).steps(2).flush()
+    zombie.steps(7).flush().rotate().steps(8).flush()
+    assert len(segments(run)) == 3
+    assert read_state(run) == successor.state
+    successor.rotate().steps(3).flush()
+    assert [stamped.epoch for stamped in replay(run)] == [1, 1, 1, 2, 2]
+    assert folded(run) == read_state(run) == successor.state
+
+
+def test_a_follower_leaves_a_predecessor_that_goes_on_writing(run: RunDir) -> None:
+    zombie = Writer(run).begin()
+    follower = Follower(run)
+    successor = Writer(run, epoch=2)
+    zombie.steps(7).flush()
+    follower.state()
+    successor.steps(1).flush()
+    assert follower.state() == successor.state
+
+
+def test_a_follower_says_the_same_as_a_full_read_after_every_write(run: RunDir) -> None:
+    follower = Follower(run)
+    assert follower.state() is None
+    writer = Writer(run).begin()
+    moves: list[Callable[[], object]] = [
+        lambda: writer.steps(1).flush(), lambda: writer.steps(2, 3).flush(), writer.rotate,
+        lambda: writer.steps(4).flush(), lambda: writer.rotate().steps(5).rotate(), lambda: writer.steps(6).flush(),
+    ]  # fmt: skip
+    for move in moves:
+        move()
+        assert follower.state() == read_state(run) == writer.state
+
+
+def test_a_follower_reads_the_rest_of_a_frame_when_it_is_there(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    follower = Follower(run)
+    before = follower.state()
+    writer.steps(1).flush()
+    segment = run.journal / segments(run)[0]
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-1])
+    assert follower.state() == before
+    segment.write_bytes(whole)
+    assert follower.state() == writer.state
+
+
+def test_a_sealed_segment_that_lost_records_is_reported_and_not_passed_over(run: RunDir) -> None:
+    writer = Writer(run).begin().steps(1).rotate().steps(2).flush()
+    first = run.journal / segments(run)[0]
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-1])
+    with pytest.raises(JournalError, match=rf"cannot be read beyond byte \d+, though {len(whole)} bytes of it count"):
+        list(replay(run))
+    first.unlink()
+    with pytest.raises(JournalError, match=r"000001-000001\.seg: it is missing"):
+        list(replay(run))
+    assert read_state(run) == writer.state  # which needs the newest segment only
+
+
+class FullDisk:
+    """``os.write`` writes half of what it is given and then fails, or ``os.fsync`` fails, until ``freed``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+        self.freed = False
+        self.failed = 0
+        self._write, self._fsync = os.write, os.fsync
+        monkeypatch.setattr(os, what, self.write if what == "write" else self.fsync)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        if not self.freed:
+            self.failed += 1
+            if self.failed % 2:
+                return self._write(fd, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        if not self.freed:
+            self.failed += 1
+            raise OSError(errno.EIO, "Input/output error")
+        self._fsync(fd)
+
+
+@pytest.mark.parametrize("what", ["write", "fsync"])
+def test_a_full_disk_loses_nothing_that_was_appended_and_the_next_flush_writes_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    writer = Writer(run).begin()
+    durable = writer.state
+    disk = FullDisk(monkeypatch, what)
+    for step in (1, 2, 3):
+        writer.steps(step)
+        with pytest.raises(OSError, match=r"device|error"):
+            writer.flush()
+        assert read_state(run) == durable
+    disk.freed = True
+    writer.steps(4).flush()
+    assert disk.failed
+    assert list(replay(run)) == writer.written
+    assert read_state(run) == writer.state
+
+
+@pytest.mark.parametrize("what", ["write", "fsync"])
+def test_without_room_for_a_fresh_segment_the_old_one_goes_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    writer = Writer(run).begin().steps(1).flush()
+    disk = FullDisk(monkeypatch, what)
+    with pytest.raises(OSError, match=r"device|error"):
+        writer.rotate()
+    assert read_state(run) == writer.state
+    disk.freed = True
+    writer.steps(2).flush()
+    assert read_state(run) == writer.state
+    writer.rotate().steps(3).flush()
+    assert list(replay(run)) == writer.written
+    assert read_state(run) == folded(run) == writer.state
+
+
+@pytest.mark.parametrize("what", ["write", "fsync"])
+def test_a_manager_that_cannot_begin_its_segment_says_so_and_the_next_one_can(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    first = Writer(run).begin().steps(1).flush()
+    with monkeypatch.context() as patched:
+        FullDisk(patched, what)
+        for epoch in (2, 3):
+            with pytest.raises(OSError, match=r"device|error"):
+                Journal(run, epoch)
+    writer = Writer(run, epoch=4)
+    assert writer.state == first.state
+
+
+def test_an_epoch_has_one_writer(run: RunDir) -> None:
+    Writer(run)
+    with pytest.raises(FileExistsError):
+        Journal(run, 1)
+
+
+def test_a_head_names_what_its_writer_had_accepted(run: RunDir) -> None:
+    writer = Writer(run).begin()
+    length = (run.journal / segments(run)[0]).stat().st_size
+    Writer(run, epoch=2)
+    payload = (run.journal / segments(run)[1]).read_bytes()[len(MAGIC) + 8 :]
+    head = msgspec.msgpack.decode(payload, type=Head)
+    assert (head.before, head.accepted, head.state, head.epoch) == (segments(run)[0], length, writer.state, 2)

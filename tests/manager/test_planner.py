@@ -1,0 +1,554 @@
+"""What the planner makes of what happens, from an empty state to a run that is over.
+
+:class:`World` holds every plan against the rules for plans; here is what is decided."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
+from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
+from rrl.manager.planner import Plan, plan
+from rrl.manager.planner.supply import REFUSALS
+from rrl.manager.state import RELEASE_PAUSE, Status, fold, workers
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.jobview import Limits, Recovery
+from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.tests.manager.world import World, lost
+
+POOL = f"{RUN}.pool"
+R0, R1 = ROLLOUTS
+ALL = (STORE, REWARD, TRAINER, R0, R1)
+ONCE = dict.fromkeys(ALL, 1)
+N1, N2, N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(1, 7))
+
+
+def rungs(world: World) -> list[Rung]:
+    return [action.rung for action in world.decided(Fence) if role_of(action.life.replica) != AGENT]
+
+
+def launches(world: World) -> list[str]:
+    return [str(action.life) for action in world.decided(Launch)]
+
+
+def requests(world: World) -> list[str]:
+    return [action.tag for action in world.decided(Request)]
+
+
+def assert_nothing_is_left(world: World, outcome: Outcome) -> None:
+    assert world.over
+    assert (world.steps, world.held, world.state.allocations) == ({}, {}, {})
+    assert [action.outcome for action in world.decided(Finish)] == [outcome]
+
+
+# ── the start ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_from_nothing_one_request_one_agent_a_node_and_every_replica_once() -> None:
+    world = World(job()).steady()
+    assert requests(world) == [POOL]
+    assert world.asks[POOL].count == 5
+    assert sorted(launches(world)) == sorted([f"{r}#1" for r in ALL] + [f"agent/n{i}#1" for i in range(1, 6)])
+    assert {r: world.node_of(r) for r in ALL} == {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
+    assert world.decided(Fence) == []
+
+
+def test_a_pool_that_the_cluster_refuses_ends_the_run_with_the_clusters_words() -> None:
+    world = World(job())
+    world.refuse = "sbatch: error: invalid partition specified: gpuu"
+    world.play()
+    (end,) = world.decided(Finish)
+    assert (end.outcome, end.why.evidence) == (Outcome.FAILED, (world.refuse,))
+    assert len(requests(world)) == 1
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_pool_that_never_comes_is_given_back_at_its_deadline_and_the_run_ends_with_the_reason() -> None:
+    world = World(job(limits=Limits(allocation=500.0)), nodes=3).play()
+    (end,) = world.decided(Finish)
+    assert "no nodes after 500 s (Resources)" in end.why.evidence[0]
+    assert 500.0 <= world.now - 1000.0 <= 510.0
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+# ── one replica fails ────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("replica", ALL)
+def test_a_killed_process_is_restarted_in_place_and_nothing_else_changes(replica: ReplicaId) -> None:
+    world = World(job()).steady()
+    home = world.node_of(replica)
+    world.kill(replica)
+    world.steady()
+    assert world.incarnations() == ONCE | {replica: 2}
+    assert world.node_of(replica) == home
+    assert rungs(world) == [Rung.IN_PLACE]
+    assert requests(world) == [POOL]
+
+
+@pytest.mark.parametrize("replica", ALL)
+def test_a_hung_process_is_fenced_stopped_and_restarted(replica: ReplicaId) -> None:
+    world = World(job()).steady()
+    step = world.state.replica(replica).step
+    world.freeze(replica)
+    world.steady()
+    assert [action.step for action in world.decided(StopStep)] == [step]
+    assert world.state.lingering == {}
+    assert world.incarnations() == ONCE | {replica: 2}
+
+
+def test_a_replica_that_fails_again_and_again_on_one_node_moves_to_the_spare() -> None:
+    world = World(job(recovery=Recovery(per_node=2))).steady()
+    homes = []
+    for _ in range(3):
+        world.kill(R0)
+        homes.append(world.steady().node_of(R0))
+    assert homes == [N3, N3, N5]
+    assert rungs(world) == [Rung.IN_PLACE, Rung.IN_PLACE, Rung.SPARE]
+    assert world.incarnations() == ONCE | {R0: 4}
+    assert world.decided(Exclude) == []
+
+
+def test_the_pause_before_a_restart_doubles() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=9, backoff=1.0))).steady()
+    pauses = []
+    for _ in range(4):
+        world.kill(R0)
+        killed = world.now
+        world.play(lambda: world.state.replica(R0).status is Status.LAUNCHING)
+        pauses.append(round(world.now - killed, 3))
+    assert pauses == [0.0, 1.0, 2.0, 4.0]
+
+
+def test_a_rollout_that_spent_its_budget_is_gone_on_without() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
+    for _ in range(4):
+        world.kill(R0)
+        world.play(at_most=60.0)
+    assert world.state.replica(R0).status is Status.RETIRED
+    assert rungs(world) == [Rung.IN_PLACE] * 3 + [Rung.DEGRADED]
+    assert "3 restarts of rollout/0 within 600 s" in world.decided(Fence)[-1].why.evidence
+    assert world.state.verdict is None
+    assert world.incarnations() == ONCE | {R0: 4}
+
+
+@pytest.mark.parametrize("replica", [STORE, TRAINER])
+def test_a_replica_that_cannot_be_spared_ends_the_run_when_its_budget_is_spent(replica: ReplicaId) -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
+    for _ in range(4):
+        world.kill(replica)
+        world.play(at_most=60.0)
+    world.play()
+    assert_nothing_is_left(world, Outcome.FAILED)
+    assert f"3 restarts of {replica} within 600 s" in world.decided(Finish)[0].why.evidence
+
+
+def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
+    world = World(job(min_rollouts=2, recovery=Recovery(per_node=9, per_replica=1))).steady()
+    world.kill(R0)
+    world.steady()
+    world.kill(R0)
+    world.play()
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_rollout_may_be_gone_on_without_while_another_is_just_being_restarted() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=2, backoff=30.0))).steady()
+    for _ in range(2):
+        world.kill(R0)
+        world.steady()
+    world.kill(R1)
+    world.steady()
+    world.kill(R1)  # pauses for 30 s before its second restart
+    assert world.state.replica(R1).status is Status.WANTED
+    world.kill(R0)
+    world.play(at_most=60.0)
+    assert world.state.verdict is None
+    assert world.state.replica(R0).status is Status.RETIRED
+    assert world.state.replica(R1).status is Status.JOINED
+
+
+def test_restarts_that_lie_further_back_than_the_window_do_not_count() -> None:
+    world = World(job(recovery=Recovery(per_node=1, per_replica=2, window=600.0))).steady()
+    for _ in range(4):
+        world.kill(R0)
+        assert world.steady().node_of(R0) == N3
+        world.wait(700.0)
+    assert rungs(world) == [Rung.IN_PLACE] * 4
+
+
+def test_a_launch_that_is_refused_is_tried_again_until_the_budget_is_spent() -> None:
+    world = World(job(min_rollouts=1, recovery=Recovery(per_node=9, per_replica=2)))
+    world.refuse_launch = {N3}
+    world.play(at_most=120.0)
+    tried = [action for action in world.decided(Launch) if action.life.replica == R0]
+    assert [action.node for action in tried] == [N3] * 3
+    assert world.state.replica(R0).status is Status.RETIRED
+    assert "its launches were refused" in world.decided(Fence)[0].why.evidence
+
+
+def test_after_too_many_refused_launches_on_one_node_the_next_node_is_tried() -> None:
+    world = World(job(recovery=Recovery(per_node=2)))
+    world.refuse_launch = {N3}
+    world.steady()
+    assert world.node_of(R0) == N5
+
+
+def test_a_late_word_of_a_fenced_step_does_not_bring_it_back() -> None:
+    world = World(job()).steady()
+    old = world.state.replica(R0)
+    world.freeze(R0)
+    assert old.step is not None
+    world.record(ev.Joined(old.life, N3, "n3", 9))
+    world.steady()
+    assert world.state.replica(R0).incarnation == 2
+
+
+def test_what_lingers_on_a_node_keeps_its_room_until_it_has_ended() -> None:
+    world = World(job(recovery=Recovery(per_node=1))).steady()
+    world.kill(R1)  # n4 has failed it once: the next time it moves to n5
+    world.steady()
+    world.slow_to_stop = 30.0
+    world.freeze(R1)
+    world.steady()
+    assert (world.node_of(R1), [one.node for one in world.state.lingering.values()]) == (N5, [N4])
+    world.kill(R0)
+    world.steady()  # in place
+    world.kill(R0)  # to n4, but not before what hangs there has ended
+    assert world.state.lingering
+    world.play(lambda: world.state.replica(R0).incarnation == 3)
+    assert (world.state.lingering, world.node_of(R0)) == ({}, N4)
+
+
+# ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_lost_node_is_excluded_and_what_ran_there_moves_to_the_spare() -> None:
+    world = World(job()).steady()
+    world.lose_node(N3)
+    world.play(lambda: world.incarnations()[R0] == 2).steady()
+    assert world.node_of(R0) == N5
+    assert world.state.nodes[N3].excluded == "node_lost: manager: agent of n3 is silent"
+    assert rungs(world) == [Rung.SPARE]
+    assert world.incarnations() == ONCE | {R0: 2}
+    assert requests(world) == [POOL]
+    assert world.decided(StopStep) == []  # nobody waits for a node that does not answer
+
+
+def test_everything_that_shared_a_lost_node_moves_together() -> None:
+    world = World(job()).steady()
+    world.lose_node(N1)
+    world.play(lambda: world.incarnations()[STORE] == 2).steady()
+    assert (world.node_of(STORE), world.node_of(REWARD)) == (N5, N5)
+    assert world.incarnations() == ONCE | {STORE: 2, REWARD: 2}
+
+
+def test_without_a_spare_a_replacement_is_requested_that_excludes_the_bad_node() -> None:
+    world = World(job(spares=0), nodes=6).steady()
+    world.lose_node(N3)
+    world.play(lambda: world.incarnations()[R0] == 2).steady()
+    (more,) = requests(world)[1:]
+    assert (world.asks[more].count, world.asks[more].exclude) == (1, (N3,))
+    assert world.node_of(R0) == N5
+    assert rungs(world) == [Rung.REPLACEMENT]
+    assert world.incarnations() == ONCE | {R0: 2}
+    assert sum(name.startswith("agent/n5#") for name in launches(world)) == 1
+
+
+def test_a_node_that_left_with_its_allocation_stays_excluded_in_later_requests() -> None:
+    world = World(job(spares=0), nodes=8).steady()
+    world.lose_node(N3)
+    world.play(lambda: world.incarnations()[R0] == 2).steady()
+    world.drop(requests(world)[1], AllocationState.ENDED)
+    world.record(lost(N5, world.now))
+    world.steady()
+    world.drop(POOL, AllocationState.ENDED)
+    world.steady()
+    assert [world.asks[tag].exclude for tag in requests(world)] == [(), (N3,), (N3,), (N3,)]
+
+
+def test_one_replacement_is_waited_for_and_not_asked_for_again() -> None:
+    world = World(job(spares=0)).steady()
+    world.lose_node(N3)
+    world.wait(100.0)
+    world.kill(R1)
+    world.wait(100.0)
+    assert len(requests(world)) == 2
+
+
+def test_replacements_refused_thrice_leave_the_run_degraded_where_the_role_can_spare_one() -> None:
+    world = World(job(spares=0)).steady()
+    world.refuse = "Requested node configuration is not available"
+    world.lose_node(N3)
+    world.play(at_most=600.0)
+    assert len(requests(world)) == 1 + REFUSALS
+    assert world.state.replica(R0).status is Status.RETIRED
+    assert rungs(world) == [Rung.REPLACEMENT, Rung.DEGRADED]
+    assert world.decided(Fence)[-1].why.evidence == (world.refuse,) * 3
+    assert world.state.verdict is None
+    assert world.incarnations() == ONCE
+
+
+def test_replacements_refused_thrice_end_the_run_where_the_role_cannot() -> None:
+    world = World(job(spares=0)).steady()
+    world.refuse = "Requested node configuration is not available"
+    world.lose_node(N2)
+    world.play()
+    (end,) = world.decided(Finish)
+    assert end.why.evidence == (*[world.refuse] * 3, "trainer/0 has no node")
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_requests_that_are_refused_are_further_and_further_apart() -> None:
+    world = World(job(spares=0)).steady()
+    world.refuse = "no"
+    world.lose_node(N3)
+    world.play(at_most=600.0)
+    times = [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)]
+    gaps = [round(later - earlier) for earlier, later in pairwise(times[1:])]
+    assert gaps == [10, 20]
+
+
+def test_refusals_of_long_ago_do_not_keep_a_replacement_from_being_asked_for() -> None:
+    world = World(job(rollouts=3, spares=0), nodes=7).steady()
+    world.refuse = "no"
+    world.lose_node(N3)
+    world.play(at_most=300.0)
+    assert len(requests(world)) == 1 + REFUSALS
+    world.refuse = ""
+    world.wait(1000.0)
+    world.lose_node(N4)
+    world.play(lambda: world.incarnations()[R1] == 2)
+    assert len(requests(world)) == 2 + REFUSALS
+    assert world.node_of(R1) == N6
+
+
+def test_a_replacement_that_never_comes_is_given_back_and_the_run_goes_on_degraded() -> None:
+    world = World(job(spares=0, limits=Limits(allocation=300.0))).steady()
+    world.lose_node(N3)
+    world.play(at_most=2000.0)
+    assert [action.allocation for action in world.decided(Release)] == requests(world)[1:]
+    assert len(requests(world)) == 2
+    assert world.state.replica(R0).status is Status.RETIRED
+    assert list(world.state.allocations) == [POOL]
+
+
+def test_the_breaker_stops_the_exclusion_of_many_nodes_at_once() -> None:
+    world = World(job()).steady()
+    world.lose_node(N3)
+    world.lose_node(N4)
+    world.play(at_most=300.0)
+    assert [action.node for action in world.decided(Exclude)] == [N3]
+    assert world.incarnations() == ONCE | {R0: 2}
+    world.play(lambda: len(world.decided(Exclude)) == 2, at_most=600.0)
+    first, second = (s.at for s in world.events if isinstance(s.event, ev.Decided)
+                     and isinstance(s.event.action, Exclude))  # fmt: skip
+    assert second - first == world.state.job.recovery.window
+
+
+def test_the_breaker_lets_a_fifth_of_the_nodes_go() -> None:
+    world = World(job(rollouts=6, spares=2)).steady()
+    for node in (N3, N4, N5):
+        world.lose_node(node)
+    world.play(at_most=300.0)
+    assert [action.node for action in world.decided(Exclude)] == [N3, N4]
+
+
+def test_a_draining_node_gets_nothing_new_and_loses_nothing() -> None:
+    world = World(job()).steady()
+    for node in (N5, N4):
+        world.record(ev.NodeChanged(node, NodeSeen(NodeState.DRAINING, "MIXED+DRAIN")))
+    world.play(at_most=100.0)
+    assert world.incarnations() == ONCE
+    world.kill(R1)
+    world.play(at_most=5.0)
+    assert len(requests(world)) == 2
+    assert all(action.node not in (N4, N5) for action in world.decided(Launch)[10:])
+
+
+def test_a_pool_that_the_cluster_ends_is_asked_for_again_and_the_run_goes_on_there() -> None:
+    world = World(job()).steady()
+    world.commit(1)
+    world.drop(POOL)
+    world.steady()
+    assert len(requests(world)) == 2
+    assert world.asks[requests(world)[1]].count == 4
+    assert world.incarnations() == dict.fromkeys(ALL, 2)
+    assert set(rungs(world)) == {Rung.REPLACEMENT}
+
+
+def test_an_agent_that_dies_is_started_again_and_harms_nobody() -> None:
+    world = World(job()).steady()
+    world.kill(ReplicaId("agent/n3"))
+    world.play(at_most=30.0)
+    agent = world.state.replica(ReplicaId("agent/n3"))
+    assert (agent.status, agent.incarnation) == (Status.JOINED, 2)
+    assert world.incarnations() == ONCE
+
+
+def test_an_agent_whose_budget_is_spent_is_retired_and_tried_again_after_the_window() -> None:
+    world = World(job(recovery=Recovery(per_replica=2))).steady()
+    agent = ReplicaId("agent/n3")
+    for _ in range(3):
+        world.kill(agent)
+        world.play(at_most=30.0)
+    assert world.state.replica(agent).status is Status.RETIRED
+    world.play(at_most=700.0)
+    assert world.state.replica(agent).status is Status.JOINED
+    assert world.incarnations() == ONCE
+
+
+# ── planned faults ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, 2), Fault("f1", FaultKind.KILL, TRAINER, 2)])).steady()
+    world.commit(1)
+    world.play(at_most=10.0)
+    assert world.decided(Perform) == []
+    world.commit(2)
+    world.play(at_most=60.0)
+    world.steady()
+    world.kill(R1)
+    world.steady()
+    assert [action.fault.id for action in world.decided(Perform)] == ["f0", "f1"]
+    assert world.incarnations() == ONCE | {R0: 2, TRAINER: 2, R1: 2}
+
+
+def test_a_planned_fault_waits_for_its_target_to_work() -> None:
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, 0)]))
+    world.play(lambda: world.state.replica(R0).status is Status.STARTING)
+    assert world.decided(Perform) == []
+    world.play(at_most=10.0)
+    assert len(world.decided(Perform)) == 1
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def end_of(world: World) -> None:
+    """Roles first, then agents, then allocations, each only when the ones before have ended; over when all is gone."""
+    order = []
+    running: set[str] = set(world.steps)
+    world.play()
+    for stamped in world.events:
+        event = stamped.event
+        if isinstance(event, ev.StepEnded):
+            running.discard(event.step)
+        elif isinstance(event, ev.Intended) and isinstance(event.action, StopStep):
+            agent = role_of(event.action.life.replica) == AGENT
+            order.append("agent" if agent else "role")
+            assert not (agent and any(".agent-" not in step for step in running))
+        elif isinstance(event, ev.Intended) and isinstance(event.action, Release):
+            order.append("allocation")
+            assert not running
+    assert order == ["role"] * 5 + ["agent"] * 5 + ["allocation"]
+
+
+def test_a_cancelled_run_gives_everything_back_in_order_and_is_over_only_then() -> None:
+    world = World(job()).steady()
+    world.cancel()
+    assert not world.over
+    end_of(world)
+    assert world.decided(Finish)[0].why.evidence == ("asked by me",)
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_completed_run_gives_everything_back_in_order_and_is_over_only_then() -> None:
+    world = World(job(steps=3)).steady()
+    world.commit(2)
+    assert world.state.verdict is None
+    world.commit(3)
+    end_of(world)
+    assert_nothing_is_left(world, Outcome.COMPLETED)
+
+
+def test_a_run_is_over_while_its_allocation_is_still_listed_never() -> None:
+    world = World(job()).steady()
+    world.cancel()
+    world.play(lambda: bool(world.decided(Release)))
+    world.play(lambda: f"{POOL}!release" not in world.state.intents)
+    assert (world.over, list(world.state.allocations)) == (False, [POOL])
+    world.play()
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_run_cancelled_before_it_has_nodes_gives_the_request_back() -> None:
+    world = World(job(), nodes=2)
+    world.play(at_most=10.0)
+    world.cancel()
+    world.play()
+    assert launches(world) == []
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_request_that_nobody_has_answered_is_not_given_back_before_it_is_settled() -> None:
+    world = World(job())
+    world.unanswered = True
+    world.play(at_most=1.0)
+    world.cancel()
+    world.play(at_most=30.0)
+    assert (world.decided(Release), world.over) == ([], False)
+    world.land()  # the timed-out sbatch
+    world.play()
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_request_that_certainly_was_not_done_leaves_nothing_to_give_back() -> None:
+    world = World(job())
+    world.unanswered = True
+    world.play(at_most=1.0)
+    world.cancel()
+    world.happen(ev.Done(POOL, False, "never appeared in the queue"))
+    assert world.decided(Release) == []
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_refused_give_back_is_asked_for_again_after_a_pause() -> None:
+    world = World(job()).steady()
+    world.refuse_release = 2
+    world.cancel()
+    world.play()
+    times = [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Release)]
+    assert [round(later - earlier, 1) for earlier, later in pairwise(times)] == [
+        RELEASE_PAUSE + 0.1, RELEASE_PAUSE + 0.1,
+    ]  # fmt: skip
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_step_that_does_not_end_is_given_up_after_its_grace_and_goes_with_its_allocation() -> None:
+    world = World(job()).steady()
+    world.slow_to_stop = float("inf")
+    world.cancel()
+    began = world.now
+    world.play()
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+    assert world.now - began < 6 * world.state.job.limits.step_grace
+
+
+def test_a_lost_node_does_not_hold_up_the_end() -> None:
+    world = World(job()).steady()
+    world.lose_node(N3)
+    world.play(lambda: world.incarnations()[R0] == 2).steady()
+    world.cancel()
+    began = world.now
+    world.play()
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+    assert world.now - began < 2.0
+
+
+def test_nothing_is_launched_or_set_off_once_the_end_is_decided() -> None:
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, 3)], steps=3)).steady()
+    before = len(world.decided(Launch))
+    world.kill(R1)
+    world.cancel()
+    world.commit(3)
+    world.play()
+    assert len(world.decided(Launch)) == before + 1  # the restart of what was killed before that
+    assert world.decided(Perform) == []
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_run_that_has_ended_is_not_planned_for() -> None:
+    world = World(job()).steady()
+    state = fold(world.state, ev.Stamped(99999, world.now, 1, ev.RunEnded(Outcome.FAILED, "")))
+    assert plan(state, world.now).actions == Plan().actions == ()
+
+
+def test_replicas_of_a_role_start_in_order_on_nodes_in_natural_order() -> None:
+    world = World(job(rollouts=9)).steady()
+    assert [world.node_of(r.id) for r in workers(world.state) if r.role == "rollout"] == [f"n{i}" for i in range(3, 12)]

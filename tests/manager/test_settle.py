@@ -1,0 +1,176 @@
+"""What one look at the cluster settles, and what it leaves open."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Launch, Release, Request, Why
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed
+from rrl.manager.settle import Misses, hungry, settle
+from rrl.manager.state import State, fold
+from rrl.spec.launch import tag_of
+from rrl.spec.words import Life, NodeName
+from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
+
+POOL = f"{RUN}.pool"
+N1, N2 = NodeName("n1"), NodeName("n2")
+R1 = Life(ROLLOUTS[0], 1)
+STEP = tag_of(RUN, R1)
+WHY = Why(("because",))
+QUIET = job().limits.quiet
+RUNNING = AllocationSeen(AllocationState.RUNNING, "7", (N1, N2))
+PENDING = AllocationSeen(AllocationState.PENDING, "7", (), "Resources")
+REQUEST = ev.Intended(Request(Ask(POOL, 2, NODE, 60.0), WHY))
+LAUNCH = ev.Intended(Launch(R1, STEP, POOL, N1, WHY))
+NOTHING = Observed(nodes={}, allocations={}, steps={})
+BLIND = Observed(nodes=None, allocations=None, steps=None, unknown="squeue: timed out")
+
+
+class Looks:
+    """A state in which all that happened happened at 0, and looks at the cluster by one manager."""
+
+    def __init__(self, *events: ev.Event) -> None:
+        self.state: State | None = None
+        self.misses = Misses()
+        for seq, event in enumerate((ev.RunStarted(RUN, job()), *events), 1):
+            self.state = fold(self.state, ev.Stamped(seq, 0.0, 1, event))
+
+    def look(self, observed: Observed, at: float = 1.0, busy: frozenset[str] = frozenset()) -> list[ev.Event]:
+        assert self.state is not None
+        events = settle(self.state, observed, self.misses, at, busy)
+        for event in events:
+            self.state = fold(self.state, ev.Stamped(self.state.seq + 1, at, 1, event))
+        return events
+
+
+def listed(seen: AllocationSeen, **others: AllocationSeen) -> Observed:
+    return Observed(nodes={}, allocations={POOL: seen, **others}, steps={})
+
+
+def steps(*tags: str) -> Observed:
+    return Observed(nodes={}, allocations={POOL: RUNNING}, steps=dict.fromkeys(tags, N1))
+
+
+HELD = (REQUEST, ev.Done(POOL, True), ev.AllocationChanged(POOL, RUNNING))
+
+
+def test_an_unanswered_request_is_found_later_by_its_tag() -> None:
+    looks = Looks(REQUEST)
+    assert looks.look(NOTHING, at=QUIET - 1) == []
+    assert looks.look(listed(PENDING), at=QUIET) == [
+        ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, PENDING),
+    ]  # fmt: skip
+    assert looks.look(listed(PENDING)) == []
+    assert looks.look(listed(RUNNING)) == [ev.AllocationChanged(POOL, RUNNING)]
+
+
+def test_a_request_that_is_never_found_counts_as_refused_after_the_quiet_period_and_two_looks() -> None:
+    looks = Looks(REQUEST)
+    for at in (1.0, QUIET / 2, QUIET):
+        assert looks.look(NOTHING, at=at) == []
+    assert looks.look(NOTHING, at=QUIET + 1) == []
+    assert looks.look(NOTHING, at=QUIET + 2) == [ev.Done(POOL, False, "never appeared in the queue")]
+    assert looks.state is not None
+    assert [refusal.tag for refusal in looks.state.refusals] == [POOL]
+
+
+def test_a_request_whose_command_still_runs_settles_itself() -> None:
+    looks = Looks(REQUEST)
+    busy = frozenset({POOL})
+    for at in (QUIET + 1, QUIET + 2, QUIET + 3):
+        assert looks.look(NOTHING, at=at, busy=busy) == []
+    assert looks.look(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
+
+
+def test_a_look_that_omits_an_allocation_once_changes_nothing() -> None:
+    looks = Looks(*HELD)
+    for _ in range(5):
+        assert looks.look(NOTHING) == []
+        assert looks.look(listed(RUNNING)) == []
+
+
+def test_an_allocation_that_two_looks_in_a_row_omit_is_gone() -> None:
+    looks = Looks(*HELD)
+    assert looks.look(NOTHING) == []
+    assert looks.look(NOTHING) == [ev.AllocationChanged(POOL, None)]
+    assert looks.look(NOTHING) == []
+
+
+def test_a_new_manager_counts_anew() -> None:
+    looks = Looks(*HELD)
+    looks.look(NOTHING)
+    looks.misses = Misses()
+    assert looks.look(NOTHING) == []
+
+
+def test_an_allocation_that_the_cluster_says_has_ended_is_gone_at_once() -> None:
+    ended = AllocationSeen(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")
+    looks = Looks(*HELD)
+    assert looks.look(listed(ended)) == [ev.AllocationChanged(POOL, ended)]
+    assert looks.state is not None
+    assert looks.state.allocations == {}
+    assert looks.look(listed(ended)) == []
+
+
+def test_what_could_not_be_read_changes_nothing_and_is_no_miss() -> None:
+    looks = Looks(*HELD, LAUNCH)
+    looks.look(NOTHING)
+    for at in (1.0, QUIET + 1, 10 * QUIET):
+        assert looks.look(BLIND, at=at) == []
+    request = Looks(REQUEST)
+    for at in (QUIET + 1, 10 * QUIET):
+        assert request.look(BLIND, at=at) == []
+
+
+def test_a_launch_whose_step_is_listed_stays_open_until_the_step_speaks() -> None:
+    looks = Looks(*HELD, LAUNCH)
+    for at in (1.0, QUIET + 1, 10 * QUIET):
+        assert looks.look(steps(STEP), at=at) == []
+
+
+def test_a_launch_whose_step_never_appears_counts_as_refused_after_the_quiet_period_and_two_looks() -> None:
+    looks = Looks(*HELD, LAUNCH)
+    assert looks.look(steps(), at=QUIET) == []
+    assert looks.look(steps(), at=QUIET + 1) == []
+    assert looks.look(steps(STEP), at=QUIET + 2) == []
+    assert looks.look(steps(), at=QUIET + 3) == []
+    assert looks.look(steps(), at=QUIET + 4) == [ev.Done(STEP, False, "its step never appeared")]
+
+
+def test_a_launch_whose_command_still_runs_settles_itself() -> None:
+    looks = Looks(*HELD, LAUNCH)
+    for at in (QUIET + 1, QUIET + 2, QUIET + 3):
+        assert looks.look(steps(), at=at, busy=frozenset({STEP})) == []
+
+
+def test_a_node_of_ours_that_is_told_differently_is_an_event_and_a_strangers_is_not() -> None:
+    looks = Looks(*HELD)
+    down = NodeSeen(NodeState.DOWN, "DOWN*")
+    observed = Observed(nodes={N1: down, NodeName("n9"): down}, allocations={POOL: RUNNING}, steps={})
+    assert looks.look(observed) == [ev.NodeChanged(N1, down)]
+    assert looks.look(observed) == []
+
+
+def test_other_allocations_are_none_of_our_business() -> None:
+    assert Looks(*HELD).look(listed(RUNNING, other=PENDING)) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "expects"),
+    [
+        ((), False),
+        ((REQUEST,), True),
+        ((REQUEST, ev.Done(POOL, True)), True),
+        ((REQUEST, ev.Done(POOL, True), ev.AllocationChanged(POOL, PENDING)), True),
+        (HELD, False),
+        ((*HELD, ev.Intended(Release(POOL, WHY))), True),
+    ],
+    ids=["nothing", "asked", "answered", "pending", "held", "given back"],
+)
+def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
+    events: tuple[ev.Event, ...], expects: bool
+) -> None:
+    state = Looks(*events).state
+    assert state is not None
+    assert hungry(state) is expects

@@ -1,0 +1,367 @@
+"""``fold``: what is believed after what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep, Why
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
+from rrl.manager.state import RELEASE_PAUSE, Lingering, State, Status, fold, workers
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.jobview import Recovery
+from rrl.spec.launch import tag_of
+from rrl.spec.words import (
+    Cause,
+    Evidence,
+    Finding,
+    Life,
+    NodeName,
+    Outcome,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    Version,
+)  # fmt: skip
+from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.tests.manager.world import found, lost
+
+POOL = f"{RUN}.pool"
+N1, N2, N3 = (NodeName(f"n{i}") for i in (1, 2, 3))
+R1 = Life(ROLLOUTS[0], 1)
+WHY = Why(("because",))
+JOB = job(recovery=Recovery(window=100.0, backoff=1.0))
+
+
+def told(*events: ev.Event, state: State | None = None, at: float = 10.0) -> State:
+    """The state after these, one a second, from ``at`` on."""
+    if state is None:
+        state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, JOB)))
+    for index, event in enumerate(events):
+        state = fold(state, ev.Stamped(state.seq + 1, at + index, 1, event))
+    return state
+
+
+def launch(life: Life = R1, node: NodeName = N1) -> ev.Intended:
+    return ev.Intended(Launch(life, tag_of(RUN, life), POOL, node, WHY))
+
+
+def fence(life: Life = R1, rung: Rung = Rung.IN_PLACE) -> ev.Decided:
+    return ev.Decided(Fence(life, rung, WHY))
+
+
+def pool(*nodes: NodeName, state: AllocationState = AllocationState.RUNNING) -> Sequence[ev.Event]:
+    ask = Ask(POOL, len(nodes), NODE, 3600.0)
+    seen = ev.AllocationChanged(POOL, AllocationSeen(state, "7", nodes))
+    return ev.Intended(Request(ask, WHY)), ev.Done(POOL, True), seen
+
+
+RUNNING = (
+    *pool(N1, N2), launch(), ev.Admitted(R1, tag_of(RUN, R1), N1, 5), ev.Joined(R1, N1, "host", 6, "tcp://l", "tcp://s"),
+    ev.PhaseEntered(R1, "generate"), ev.VersionHeld(R1, Version(3, 1)),
+)  # fmt: skip
+
+
+def test_a_run_begins_with_every_replica_wanted_and_none_believed() -> None:
+    state = told()
+    assert {r.id: (r.status, r.incarnation) for r in workers(state)} == dict.fromkeys(
+        (STORE, REWARD, TRAINER, *ROLLOUTS), (Status.WANTED, 0)
+    )
+    assert not state.believed(Life(TRAINER, 0))
+
+
+def test_a_journal_that_does_not_begin_with_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="starts with ManagerStarted, not with RunStarted"):
+        fold(None, ev.Stamped(1, 0.0, 1, ev.ManagerStarted("h", 1)))
+
+
+def test_a_life_is_launching_then_starting_then_joined_and_its_launch_is_settled_by_its_own_word() -> None:
+    state = told(*RUNNING[:4])
+    assert (state.replicas[R1.replica].status, list(state.intents)) == (Status.LAUNCHING, [tag_of(RUN, R1)])
+    state = told(RUNNING[4], state=state)
+    assert (state.replicas[R1.replica].status, state.intents) == (Status.STARTING, {})
+    state = told(*RUNNING[5:], state=state)
+    held = state.replicas[R1.replica]
+    assert (held.status, held.phase, held.holds) == (Status.JOINED, "generate", Version(3, 1))
+    assert (held.listens, held.serves, held.pid, held.node) == ("tcp://l", "tcp://s", 6, N1)
+
+
+def test_a_new_life_inherits_nothing_that_the_old_one_said() -> None:
+    state = told(*RUNNING, fence(), launch(Life(R1.replica, 2), N2))
+    held = state.replicas[R1.replica]
+    assert (held.incarnation, held.node, held.status) == (2, N2, Status.LAUNCHING)
+    assert (held.holds, held.phase, held.listens, held.serves, held.pid) == (None, "", None, None, None)
+
+
+LATE: tuple[ev.Event, ...] = (
+    ev.Admitted(R1, tag_of(RUN, R1), N3, 9),
+    ev.Joined(R1, N3, "other", 9, "tcp://x", "tcp://x"),
+    ev.PhaseEntered(R1, "generate"),
+    ev.VersionHeld(R1, Version(9, 9)),
+    found(R1, "exit_record", 20.0),
+    fence(R1, Rung.IN_PLACE),
+    ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY)),
+)
+
+
+@pytest.mark.parametrize("late", LATE, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("launched", [False, True], ids=["wanted again", "launched again"])
+def test_a_late_event_of_a_fenced_life_changes_nothing_about_its_replica(late: ev.Event, launched: bool) -> None:
+    before = told(*RUNNING, fence(), *([launch(Life(R1.replica, 2), N2)] if launched else []))
+    after = told(late, state=before, at=50.0)
+    assert after.replicas == before.replicas
+    assert after.findings == before.findings
+
+
+def test_a_life_that_ends_late_stops_lingering_and_nothing_else() -> None:
+    before = told(*RUNNING, fence(), launch(Life(R1.replica, 2), N2))
+    assert before.lingering == {tag_of(RUN, R1): Lingering(R1, N1, POOL, 18.0)}
+    after = told(ev.StepEnded(R1, tag_of(RUN, R1), 0, None, "asked"), state=before)
+    assert after.lingering == {}
+    assert after.replicas == before.replicas
+
+
+def test_a_fenced_life_that_ended_before_does_not_linger() -> None:
+    state = told(*RUNNING, ev.StepEnded(R1, tag_of(RUN, R1), 1, None, "exited"), fence())
+    assert state.lingering == {}
+    assert state.replicas[R1.replica].status is Status.WANTED
+
+
+def test_a_step_that_was_asked_to_end_lingers_until_it_is_seen_to_end_or_certainly_stopped() -> None:
+    stop = ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY))
+    state = told(*RUNNING, fence(), stop)
+    assert state.lingering[tag_of(RUN, R1)].asked
+    done = told(ev.Done(f"{tag_of(RUN, R1)}!stop", True), state=state)
+    assert (done.lingering, done.intents) == ({}, {})
+    refused = told(ev.Done(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state)
+    assert (list(refused.lingering), refused.intents) == ([tag_of(RUN, R1)], {})
+
+
+def test_a_replica_that_is_stopped_while_it_is_believed_is_retired() -> None:
+    state = told(*RUNNING, ev.Intended(StopStep(tag_of(RUN, R1), R1, 1.0, WHY)))
+    assert state.replicas[R1.replica].status is Status.RETIRED
+    assert state.lingering[tag_of(RUN, R1)].asked
+
+
+def test_a_refused_launch_leaves_the_replica_wanted_and_the_pause_before_the_next_doubles() -> None:
+    state, pauses = told(*pool(N1)), []
+    for incarnation in (1, 2, 3, 4):
+        life = Life(R1.replica, incarnation)
+        state = told(launch(life), ev.Done(tag_of(RUN, life), False, "no"), state=state, at=20.0)
+        held = state.replicas[R1.replica]
+        assert (held.status, held.incarnation, state.intents) == (Status.WANTED, incarnation, {})
+        pauses.append(held.not_before - held.since)
+    assert pauses == [0.0, 1.0, 2.0, 4.0]
+
+
+def test_failures_older_than_the_window_are_forgotten_with_the_next_one() -> None:
+    state = told(launch(), fence(), state=told(*pool(N1)), at=20.0)
+    state = told(launch(Life(R1.replica, 2)), fence(Life(R1.replica, 2)), state=state, at=125.0)
+    assert [start.at for start in state.replicas[R1.replica].failures] == [126.0]
+    assert state.replicas[R1.replica].not_before == 126.0
+
+
+def test_a_refused_launch_of_a_life_that_is_fenced_by_now_is_no_second_failure() -> None:
+    state = told(*pool(N1), launch(), fence(), ev.Done(tag_of(RUN, R1), False, "its step never appeared"))
+    assert len(state.replicas[R1.replica].failures) == 1
+    assert state.intents == {}
+
+
+def test_restarting_in_place_prefers_the_node_and_any_other_rung_does_not() -> None:
+    assert told(*RUNNING, fence(rung=Rung.IN_PLACE)).replicas[R1.replica].prefer == N1
+    assert told(*RUNNING, fence(rung=Rung.SPARE)).replicas[R1.replica].prefer is None
+
+
+def test_going_on_degraded_retires_the_replica_whether_it_was_believed_or_wanted() -> None:
+    assert told(*RUNNING, fence(rung=Rung.DEGRADED)).replicas[R1.replica].status is Status.RETIRED
+    wanted = told(*RUNNING, fence(), fence(rung=Rung.DEGRADED))
+    assert wanted.replicas[R1.replica].status is Status.RETIRED
+
+
+def test_only_restarts_count_as_recoveries() -> None:
+    assert told(*RUNNING, fence()).recoveries == 1
+    assert told(*RUNNING, fence(rung=Rung.DEGRADED)).recoveries == 0
+
+
+def test_a_refused_request_leaves_no_allocation_and_is_remembered_for_the_window() -> None:
+    state = told(pool(N1)[0], ev.Done(POOL, False, "no such partition"))
+    assert (state.allocations, state.intents) == ({}, {})
+    assert [(r.tag, r.detail) for r in state.refusals] == [(POOL, "no such partition")]
+    again = told(pool(N1)[0], ev.Done(POOL, False, "still none"), state=state, at=200.0)
+    assert [r.detail for r in again.refusals] == ["still none"]
+
+
+def test_nodes_come_and_go_with_their_allocation() -> None:
+    state = told(*pool(N1, N2))
+    assert {name: node.allocation for name, node in state.nodes.items()} == {N1: POOL, N2: POOL}
+    shrunk = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))), state=state)
+    assert list(shrunk.nodes) == [N1]
+
+
+@pytest.mark.parametrize("seen", [None, AllocationSeen(AllocationState.ENDED, "7", (N1, N2), "TIMEOUT")])
+def test_a_lost_allocation_takes_its_nodes_and_what_lingered_there_with_it(seen: AllocationSeen | None) -> None:
+    state = told(*RUNNING, fence(), ev.AllocationChanged(POOL, seen))
+    assert (state.allocations, state.nodes, state.lingering) == ({}, {}, {})
+
+
+def test_an_excluded_node_is_still_known_when_it_has_left_and_excluded_when_it_comes_back() -> None:
+    state = told(*pool(N1, N2), ev.Decided(Exclude(N1, WHY)), ev.AllocationChanged(POOL, None))
+    assert (list(state.nodes), state.nodes[N1].allocation, state.nodes[N1].excluded) == ([N1], "", "because")
+    again = told(*pool(N1), state=state)
+    assert (again.nodes[N1].allocation, again.nodes[N1].excluded) == (POOL, "because")
+
+
+def test_what_the_cluster_says_of_a_node_is_kept_and_of_a_stranger_is_not() -> None:
+    down = NodeSeen(NodeState.DOWN, "DOWN*")
+    state = told(*pool(N1), ev.NodeChanged(N1, down), ev.NodeChanged(N3, down))
+    assert {name: node.seen for name, node in state.nodes.items()} == {N1: down}
+
+
+def test_findings_stand_until_they_are_ok_or_their_life_is_fenced() -> None:
+    state = told(*RUNNING, found(R1, "worker_silence", 20.0), lost(N2, 20.0))
+    assert list(state.findings) == [f"worker_silence:{R1}", "node_lost:n2"]
+    assert list(told(fence(), state=state).findings) == ["node_lost:n2"]
+    ok = msgspec.structs.replace(lost(N2, 20.0).finding, verdict=Verdict.OK)
+    assert list(told(ev.FindingChanged(ok), state=state).findings) == [f"worker_silence:{R1}"]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.OK, Verdict.UNKNOWN])
+def test_unknown_and_ok_are_no_findings(verdict: Verdict) -> None:
+    finding = msgspec.structs.replace(found(R1, "worker_silence", 20.0).finding, verdict=verdict)
+    assert told(*RUNNING, ev.FindingChanged(finding)).findings == {}
+
+
+def test_a_give_back_that_was_refused_is_open_again_after_a_pause() -> None:
+    state = told(*pool(N1), ev.Intended(Release(POOL, WHY)))
+    assert state.allocations[POOL].releasing
+    state = told(ev.Done(f"{POOL}!release", False, "denied"), state=state, at=30.0)
+    assert not state.allocations[POOL].releasing
+    assert state.allocations[POOL].not_before == 30.0 + RELEASE_PAUSE
+
+
+def test_a_result_that_comes_after_its_allocation_has_gone_harms_nothing() -> None:
+    state = told(*pool(N1), ev.Intended(Release(POOL, WHY)), ev.AllocationChanged(POOL, None))
+    for ok in (True, False):
+        assert told(ev.Done(f"{POOL}!release", ok), state=state).intents == {}
+
+
+def test_steps_are_committed_in_order_and_a_repeated_word_of_one_counts_once() -> None:
+    committed = [ev.StepCommitted(R1, step, {"reward": step / 100}) for step in (1, 2, 2, 1, 3)]
+    state = told(*RUNNING, *committed)
+    assert (state.step, state.metrics) == (3, {"reward": 0.03})
+    assert state.first_rewards == state.last_rewards == (0.01, 0.02, 0.03)
+
+
+def test_the_first_ten_and_the_newest_sixty_rewards_are_kept() -> None:
+    state = told(*RUNNING, *(ev.StepCommitted(R1, step, {"reward": float(step)}) for step in range(1, 101)))
+    assert state.first_rewards == tuple(map(float, range(1, 11)))
+    assert state.last_rewards == tuple(map(float, range(41, 101)))
+
+
+def test_a_planned_fault_is_set_off_once_it_is_intended_and_settled_by_the_agents_word() -> None:
+    perform = Perform(Fault("f0", FaultKind.KILL, "rollout/0", 1), tag_of(RUN, R1), N1, WHY)
+    state = told(*RUNNING, ev.Intended(perform))
+    assert (state.faults, list(state.intents)) == (("f0",), ["fault:f0"])
+    assert told(ev.FaultInjected("f0", R1, True), state=state).intents == {}
+
+
+def test_a_command_is_taken_once_and_cancel_remembers_who_asked() -> None:
+    state = told(ev.Commanded("cancel", "ada", "c1"), ev.Commanded("unheard of", "bob", "c2"))
+    assert (state.commands, state.cancelled_by) == (("c1", "c2"), "ada")
+
+
+def test_the_last_record_says_how_and_when_the_run_ended() -> None:
+    state = told(ev.Decided(Finish(Outcome.COMPLETED, WHY)), ev.RunEnded(Outcome.COMPLETED, "done"))
+    assert (state.verdict, state.outcome, state.why, state.ended) == (
+        Finish(Outcome.COMPLETED, WHY), Outcome.COMPLETED, "done", 11.0,
+    )  # fmt: skip
+
+
+# ── any order ────────────────────────────────────────────────────────────────────────────────────────────────────────
+_replicas = st.sampled_from([*ROLLOUTS, TRAINER, ReplicaId("agent/n1"), ReplicaId("ghost/7")])
+_lives = st.builds(Life, _replicas, st.integers(0, 3))
+_nodes = st.sampled_from([N1, N2, N3])
+_allocations = st.sampled_from([POOL, f"{RUN}.more-1"])
+_asks = st.builds(Ask, _allocations, st.integers(1, 2), st.just(NODE), st.just(60.0))
+_whys = st.builds(Why, st.sampled_from([(), ("because",)]), st.sampled_from([None, *Rung]))
+_faults = st.builds(Fault, st.sampled_from(["f0", "f1"]), st.sampled_from(FaultKind), _replicas, st.integers(0, 2))
+_steps = _lives.map(lambda life: tag_of(RUN, life))
+_outside = st.one_of(
+    st.builds(Request, _asks, _whys),
+    st.builds(Release, _allocations, _whys),
+    _lives.flatmap(lambda life: st.builds(Launch, st.just(life), st.just(tag_of(RUN, life)), _allocations, _nodes,
+                                          _whys)),
+    _lives.flatmap(lambda life: st.builds(StopStep, st.just(tag_of(RUN, life)), st.just(life), st.just(1.0), _whys)),
+    st.builds(Perform, _faults, _steps, _nodes, _whys),
+)  # fmt: skip
+_decisions = st.one_of(
+    st.builds(Fence, _lives, st.sampled_from(Rung), _whys),
+    st.builds(Exclude, _nodes, _whys),
+    st.builds(Finish, st.sampled_from(Outcome), _whys),
+)
+_seen = st.builds(AllocationSeen, st.sampled_from(AllocationState), st.just("7"),
+                  st.lists(_nodes, unique=True).map(tuple))  # fmt: skip
+_evidence = st.just((Evidence("step", "it ended", 1.0),))
+_findings = st.one_of(
+    st.builds(Finding, st.just("exit_record"), st.sampled_from(Verdict), st.just(Cause.PROCESS),
+              st.just(Remedy.RESTART), st.just(1.0), _evidence, life=_lives),
+    st.builds(Finding, st.just("node_lost"), st.sampled_from(Verdict), st.just(Cause.NODE),
+              st.just(Remedy.EXCLUDE), st.just(1.0), _evidence, node=_nodes),
+)  # fmt: skip
+_tags = st.one_of(_allocations, _steps, _allocations.map(lambda tag: f"{tag}!release"),
+                  _steps.map(lambda tag: f"{tag}!stop"), st.sampled_from(["fault:f0", "fault:f1"]))  # fmt: skip
+_versions = st.builds(Version, st.integers(0, 3), st.integers(0, 3))
+_BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
+    ev.ManagerStarted: st.builds(ev.ManagerStarted, st.just("host"), st.just(1)),
+    ev.ManagerStopped: st.builds(ev.ManagerStopped, st.just("SIGTERM")),
+    ev.Intended: st.builds(ev.Intended, _outside),
+    ev.Done: st.builds(ev.Done, _tags, st.booleans(), st.just("said")),
+    ev.Decided: st.builds(ev.Decided, _decisions),
+    ev.AllocationChanged: st.builds(ev.AllocationChanged, _allocations, st.none() | _seen),
+    ev.NodeChanged: st.builds(ev.NodeChanged, _nodes, st.builds(NodeSeen, st.sampled_from(NodeState))),
+    ev.AgentJoined: st.builds(ev.AgentJoined, _lives, _nodes, st.just("host"), st.just(1)),
+    ev.Admitted: _lives.flatmap(lambda life: st.builds(ev.Admitted, st.just(life), st.just(tag_of(RUN, life)), _nodes,
+                                                       st.just(1))),
+    ev.Joined: st.builds(ev.Joined, _lives, _nodes, st.just("host"), st.just(1), st.none() | st.just("tcp://x")),
+    ev.StepEnded: _lives.flatmap(lambda life: st.builds(ev.StepEnded, st.just(life), st.just(tag_of(RUN, life)),
+                                                         st.none() | st.just(1), st.none() | st.just(9),
+                                                         st.just("ended"))),
+    ev.PhaseEntered: st.builds(ev.PhaseEntered, _lives, st.sampled_from(["generate", "other"]), st.none() | _replicas),
+    ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _lives),
+    ev.VersionHeld: st.builds(ev.VersionHeld, _lives, _versions),
+    ev.StepCommitted: st.builds(ev.StepCommitted, _lives, st.integers(0, 3), st.just({"reward": 0.5}) | st.just({})),
+    ev.FindingChanged: st.builds(ev.FindingChanged, _findings),
+    ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), _lives, st.booleans()),
+    ev.Commanded: st.builds(ev.Commanded, st.sampled_from(["cancel", "other"]), st.just("me"), st.just("c1")),
+    ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
+}  # fmt: skip
+EVENTS = st.one_of(*_BY_TYPE.values())
+
+
+def test_every_kind_of_event_is_tried_below() -> None:
+    assert set(_BY_TYPE) == set(get_args(ev.Event)) - {ev.RunStarted}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(EVENTS, max_size=30))
+def test_fold_takes_any_event_in_any_order_and_what_comes_out_survives_both_encodings(events: list[ev.Event]) -> None:
+    state = told(*events)
+    assert state.seq == len(events) + 1
+    for replica in state.replicas.values():
+        assert not replica.believed or state.believed(replica.life)
+    packed, text = msgspec.msgpack.encode(state), msgspec.json.encode(state)
+    assert msgspec.msgpack.decode(packed, type=State) == state
+    assert msgspec.json.decode(text, type=State) == state
+
+
+@settings(max_examples=100, deadline=None)
+@given(EVENTS)
+def test_every_event_survives_the_journals_encoding(event: ev.Event) -> None:
+    stamped = ev.Stamped(1, 2.5, 3, event)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stamped), type=ev.Stamped) == stamped

@@ -1,0 +1,318 @@
+"""A cluster and its processes in virtual time, as the manager's planner meets them: actions in, events out.
+
+It plans after every event as the runtime does, and holds every plan against what a plan must be: made from the state
+alone, at its fixpoint once folded in, with evidence, and not due before it says so. Time stands still while nothing
+happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import TypeVar
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Action, Fence, Launch, Outside, Perform, Release, Request, Rung, StopStep
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
+from rrl.manager.planner import plan
+from rrl.manager.state import State, Status, fold, workers
+from rrl.spec.jobview import JobView
+from rrl.spec.words import (
+    AGENT,
+    Cause,
+    Evidence,
+    Finding,
+    Life,
+    NodeName,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    Version,
+    role_of,
+)  # fmt: skip
+from rrl.tests.manager.jobs import RUN
+
+A = TypeVar("A", bound=Action)
+
+_ROUNDS = 12
+"""plans in a row before it counts as a planner that never comes to rest"""
+_FIRST_PHASE = {"rollout": "generate", "trainer": "train"}
+
+
+class World:
+    """``nodes``: how many there are in the cluster, ``n1``, ``n2``, ...; the pool is taken from them."""
+
+    def __init__(self, job: JobView, nodes: int | None = None) -> None:
+        self.now = 1000.0
+        self.events: list[ev.Stamped] = []
+        self.actions: list[Action] = []
+        self.over = False
+        self.refuse = ""
+        """what every request is refused with"""
+        self.refuse_launch: set[NodeName] = set()
+        """nodes on which the cluster refuses every launch"""
+        self.refuse_release = 0
+        """so many give-backs are refused"""
+        self.unanswered = False
+        """a request is neither done nor refused until ``land``"""
+        self.slow_to_stop = 0.2
+        """s that a step takes to end when it is asked to; inf: it never does"""
+        self.dead: set[NodeName] = set()
+        self.asks: dict[str, Ask] = {}
+        self.steps: dict[str, tuple[Life, NodeName]] = {}
+        """what runs"""
+        self._free = [NodeName(f"n{i}") for i in range(1, (job.nodes if nodes is None else nodes) + 1)]
+        self.held: dict[str, tuple[NodeName, ...]] = {}
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._wake = float("inf")
+        self._state: State | None = None
+        self.record(ev.RunStarted(RUN, job))
+        self.record(ev.ManagerStarted("login", 1))
+
+    # ── what a test does ─────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def state(self) -> State:
+        assert self._state is not None
+        return self._state
+
+    def play(self, until: Callable[[], bool] = lambda: False, at_most: float = 3600.0) -> World:
+        """Let things happen until ``until()``, or until nothing more is going to, or ``at_most`` s have passed."""
+        end = self.now + at_most
+        self._turn()
+        while not until() and not self.over:
+            at = min(self._due[0][0] if self._due else float("inf"), self._wake)
+            if at > end:
+                break
+            if at > self.now and self._due and self._due[0][0] == at and at < self._wake:
+                assert not plan(self.state, at).actions, "due before the wake that was named"
+            self.now = max(self.now, at)
+            while self._due and self._due[0][0] <= self.now:
+                heappop(self._due)[2]()
+            self._turn()
+        return self
+
+    def wait(self, seconds: float) -> World:
+        """Let exactly so much time pass."""
+        end = self.now + seconds
+        self.play(at_most=seconds)
+        self.now = end
+        self._turn()
+        return self
+
+    def steady(self) -> World:
+        """Until every replica works."""
+        self.play(self.works)
+        assert self.works(), {r.id: r.status for r in workers(self.state)}
+        return self.play(at_most=1.0)
+
+    def works(self) -> bool:
+        return all(r.status is Status.JOINED and r.step in self.steps for r in workers(self.state))
+
+    def incarnations(self) -> dict[ReplicaId, int]:
+        return {replica.id: replica.incarnation for replica in workers(self.state)}
+
+    def node_of(self, replica: ReplicaId) -> NodeName:
+        node = self.state.replica(replica).node
+        assert node is not None
+        return node
+
+    def commit(self, step: int) -> None:
+        self.happen(ev.StepCommitted(self.state.replica(ReplicaId("trainer/0")).life, step, {"reward": step / 10}))
+
+    def cancel(self) -> None:
+        self.happen(ev.Commanded("cancel", "me", "c1"))
+
+    def kill(self, replica: ReplicaId) -> None:
+        """SIGKILL of its process; the step's exit record follows."""
+        held = self.state.replica(replica)
+        if held.step in self.steps:
+            assert held.step is not None
+            self._end(held.step, 9)
+            self._turn()
+
+    def freeze(self, replica: ReplicaId) -> None:
+        """It hangs: the detector says so, its step goes on."""
+        held = self.state.replica(replica)
+        if held.status is Status.JOINED:
+            self.happen(found(held.life, "no_progress", self.now))
+
+    def lose_node(self, node: NodeName) -> None:
+        """Everything on it is silent from now on, and the detectors say so."""
+        self.dead.add(node)
+        self.steps = {tag: step for tag, step in self.steps.items() if step[1] != node}
+        self._later(self.state.job.limits.silence, lambda: self.record(lost(node, self.now)))
+
+    def drop(self, tag: str, state: AllocationState | None = None) -> None:
+        """The cluster ends an allocation of its own accord."""
+        nodes = self._give_back(tag)
+        seen = None if state is None else AllocationSeen(state, "7", nodes)
+        self.happen(ev.AllocationChanged(tag, seen))
+
+    def land(self) -> None:
+        """The requests that nobody answered turn out to have been heard."""
+        self.unanswered = False
+        for tag, ask in self.asks.items():
+            if tag in self.state.intents:
+                self._grant(ask)
+
+    def decided(self, kind: type[A]) -> list[A]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    # ── the manager's turn ───────────────────────────────────────────────────────────────────────────────────────────
+    def record(self, event: ev.Event) -> None:
+        stamped = ev.Stamped(len(self.events) + 1, self.now, 1, event)
+        self.events.append(stamped)
+        self._state = fold(self._state, stamped)
+
+    def happen(self, event: ev.Event) -> None:
+        self.record(event)
+        self._turn()
+
+    def _turn(self) -> None:
+        todo: list[Outside] = []
+        planned_before: set[tuple[str, Rung | None]] = set()
+        for _ in range(_ROUNDS):
+            planned = plan(self.state, self.now)
+            assert planned == plan(self.state, self.now), "two plans from one state"
+            self._wake = planned.wake
+            if not planned.actions:
+                break
+            for action in planned.actions:
+                assert action.why.evidence, f"no evidence: {action}"
+                assert all(action.why.evidence), f"empty evidence: {action}"
+                deed = (action.tag, action.why.rung if isinstance(action, Fence) else None)
+                assert deed not in planned_before, f"planned twice in a row: {action}"
+                planned_before.add(deed)
+                self.actions.append(action)
+                if isinstance(action, Outside):
+                    self.record(ev.Intended(action))
+                    todo.append(action)
+                else:
+                    self.record(ev.Decided(action))
+        else:
+            raise AssertionError(f"the plan does not come to rest: {planned.actions}")
+        assert planned.wake > self.now, "it asks to be woken in the past"
+        self.over = planned.over
+        for action in todo:
+            self._carry_out(action)
+
+    # ── the world's answers ──────────────────────────────────────────────────────────────────────────────────────────
+    def _carry_out(self, action: Outside) -> None:
+        if isinstance(action, Request):
+            self._request(action.ask)
+        elif isinstance(action, Launch):
+            self._launch(action)
+        elif isinstance(action, StopStep):
+            if self.slow_to_stop < float("inf"):
+                self._later(self.slow_to_stop, lambda: self._stop(action))
+        elif isinstance(action, Release):
+            self._release(action)
+        else:
+            self._later(0.1, lambda: self._perform(action))
+
+    def _request(self, ask: Ask) -> None:
+        assert ask.tag not in self.asks, "one tag, two requests"
+        self.asks[ask.tag] = ask
+        if self.refuse:
+            self._later(0.1, lambda: self.record(ev.Done(ask.tag, False, self.refuse)))
+        elif not self.unanswered:
+            self._grant(ask)
+
+    def _grant(self, ask: Ask) -> None:
+        free = [node for node in self._free if node not in ask.exclude and node not in self.dead]
+        nodes = tuple(free[: ask.count]) if len(free) >= ask.count else ()
+        self._free = [node for node in self._free if node not in nodes]
+        self.held[ask.tag] = nodes
+        state = AllocationState.RUNNING if nodes else AllocationState.PENDING
+        seen = AllocationSeen(state, "7", nodes, "" if nodes else "Resources")
+        self._later(0.1, lambda: self.record(ev.Done(ask.tag, True)))
+        self._later(1.0, lambda: self.record(ev.AllocationChanged(ask.tag, seen)))
+
+    def _release(self, action: Release) -> None:
+        if self.refuse_release:
+            self.refuse_release -= 1
+            self._later(0.1, lambda: self.record(ev.Done(action.tag, False, "denied")))
+            return
+        self._later(0.1, lambda: self.record(ev.Done(action.tag, True)))
+        self._later(0.5, lambda: self._gone(action.allocation))
+
+    def _launch(self, action: Launch) -> None:
+        assert action.node in self.held[action.allocation], f"{action.node} is not in {action.allocation}"
+        assert action.step not in self.steps, "one step, two launches"
+        if action.node in self.refuse_launch:
+            self._later(0.1, lambda: self.record(ev.Done(action.step, False, "no such node")))
+        elif action.node not in self.dead:
+            self.steps[action.step] = (action.life, action.node)
+            self._later(0.3, lambda: self._speak(action))
+
+    def _speak(self, action: Launch) -> None:
+        life, node = action.life, action.node
+        if action.step not in self.steps:
+            return
+        if not self.state.believed(life) or self.state.verdict is not None:  # not wanted any more: it leaves
+            self._end(action.step, 0)
+            return
+        self.record(ev.Admitted(life, action.step, node, 100))
+        if role_of(life.replica) == AGENT:
+            self.record(ev.AgentJoined(life, node, node, 100))
+            return
+        self._later(0.7, lambda: self._join(action))
+
+    def _join(self, action: Launch) -> None:
+        life, node = action.life, action.node
+        if action.step not in self.steps or not self.state.believed(life):
+            return
+        self.record(ev.Joined(life, node, node, 101))
+        if role_of(life.replica) in ("rollout", "trainer"):
+            self.record(ev.VersionHeld(life, Version(self.state.step, 1)))
+        self.record(ev.PhaseEntered(life, _FIRST_PHASE.get(role_of(life.replica), "serve")))
+
+    def _stop(self, action: StopStep) -> None:
+        lingering = self.state.lingering.get(action.step)
+        if lingering is not None and lingering.node in self.dead:
+            return  # nobody answers from there
+        if action.step in self.steps:
+            self._end(action.step, 0)
+        self.record(ev.Done(action.tag, True))
+
+    def _end(self, step: str, code: int) -> None:
+        life, _ = self.steps.pop(step)
+        believed = self.state.believed(life)
+        self.record(ev.StepEnded(life, step, code, None, "exited"))
+        if believed and code:
+            self.record(found(life, "exit_record", self.now, proof=True))
+
+    def _perform(self, action: Perform) -> None:
+        target = self.state.replica(ReplicaId(action.fault.target))
+        self.record(ev.FaultInjected(action.fault.id, target.life, True))
+        if target.step in self.steps:
+            assert target.step is not None
+            self._end(target.step, 9)
+
+    def _gone(self, tag: str) -> None:
+        self._give_back(tag)
+        self.record(ev.AllocationChanged(tag, None))
+
+    def _give_back(self, tag: str) -> tuple[NodeName, ...]:
+        nodes = self.held.pop(tag, ())
+        self._free += [node for node in nodes if node not in self.dead]
+        self.steps = {step: held for step, held in self.steps.items() if held[1] not in nodes}
+        return nodes
+
+    def _later(self, after: float, do: Callable[[], None]) -> None:
+        self._count += 1
+        heappush(self._due, (self.now + after, self._count, do))
+
+
+
+def found(life: Life, detector: str, at: float, proof: bool = False) -> ev.FindingChanged:
+    evidence = (Evidence("step", f"{life} failed", at),)
+    return ev.FindingChanged(
+        Finding(detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, life=life, proof=proof)
+    )
+
+
+def lost(node: NodeName, at: float) -> ev.FindingChanged:
+    evidence = (Evidence("manager", f"agent of {node} is silent", at),)
+    return ev.FindingChanged(Finding("node_lost", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, at, evidence, node=node))

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.roles.reward import Scorer
+from rrl.roles.tasks import TaskError, load_task
+from rrl.roles.tokenizer import EOS, PAD, Tokenizer
+from rrl.roles.trajectories.types import Score, ToScore
+
+SPIRAL = {
+    "dataset": "spiral_matrix",
+    "args": {"min_n": 2, "max_n": 2},
+    "prompt": "{metadata[matrix]}=",
+    "size": 1000,
+    "partial_credit": 0.5,
+}
+DIGITS = Tokenizer({"pieces": "0123456789=", "join": " ", "ignore": "[], "})
+
+
+# ── tokenizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_text_becomes_tokens_and_back() -> None:
+    tokens = DIGITS.encode("[[1, 2], [0, 9]]=")
+    assert tokens == (3, 4, 2, 11, 12)
+    assert DIGITS.decode(tokens) == "1 2 0 9 ="
+    assert DIGITS.size == 13
+
+
+def test_decoding_ends_at_the_end_of_sequence_and_skips_padding() -> None:
+    assert DIGITS.decode((3, PAD, 4, EOS, 5, 6)) == "1 2"
+    assert DIGITS.decode((EOS,)) == DIGITS.decode(()) == ""
+
+
+def test_the_longest_piece_is_taken() -> None:
+    tokenizer = Tokenizer({"pieces": ["a", "ab", "abc", "c", "b"]})
+    assert [tokenizer.decode([token]) for token in tokenizer.encode("abcabaca")] == ["abc", "ab", "a", "c", "a"]
+
+
+def test_what_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(ValueError, match=r"begins 'x7'.*add 'x' to pieces or to ignore"):
+        DIGITS.encode("1 2 x7")
+
+
+@pytest.mark.parametrize("spec", [{"pieces": "aba"}, {"pieces": ["a", ""]}, {"pieces": "a ", "ignore": " "}])
+def test_a_vocabulary_that_cannot_work_is_refused(spec: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"\[model.tokenizer\]"):
+        Tokenizer(spec)
+
+
+# ── tasks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_an_item_is_the_same_in_every_process_and_its_answer_scores_full() -> None:
+    pytest.importorskip("reasoning_gym")
+    one, other = load_task(SPIRAL, 7, DIGITS), load_task(SPIRAL, 7, DIGITS)
+    for i in (0, 5, 999, 1005):
+        assert one.prompt(i) == other.prompt(i)
+        assert one.score(i, one.answer(i)) == (1.0, 1.0)
+        assert DIGITS.decode(DIGITS.encode(one.answer(i))) == one.answer(i)
+    assert one.prompt(1005) == one.prompt(5)
+
+
+def test_items_of_different_seeds_do_not_overlap() -> None:
+    """Item i of a dataset depends on its seed + i alone: with neighbouring seeds all but one would be shared."""
+    pytest.importorskip("reasoning_gym")
+    spec = {"dataset": "spiral_matrix", "args": {"min_n": 5, "max_n": 5}, "size": 50}
+    prompts = [{load_task(spec, seed).prompt(i) for i in range(50)} for seed in (0, 1, 2)]
+    assert len(prompts[0] | prompts[1] | prompts[2]) == 150
+
+
+def test_partial_credit_is_for_wrong_answers_of_the_right_length_and_only_in_training() -> None:
+    pytest.importorskip("reasoning_gym")
+    task = load_task(SPIRAL, 0, DIGITS)
+    right = task.answer(3).split()
+    wrong = [str((int(right[0]) + 1) % 10), *right[1:]]
+    assert task.score(3, " ".join(wrong)) == (0.0, 0.5 * 0.75)
+    assert task.score(3, " ".join(wrong[:3])) == (0.0, 0.0)
+    assert task.score(3, "") == (0.0, 0.0)
+    plain = load_task({**SPIRAL, "partial_credit": 0.0}, 0, DIGITS)
+    assert plain.score(3, " ".join(wrong)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ({}, "exactly one of"),
+        ({"dataset": "spiral_matrix", "function": "a:b"}, "exactly one of"),
+        ({"dataset": "spiral_matrix", "promt": "x"}, "unknown keys: promt"),
+        ({"dataset": "no_such_dataset"}, "no_such_dataset"),
+        ({"dataset": "spiral_matrix", "args": {"n": 2}}, "unexpected keyword"),
+        ({"dataset": "spiral_matrix", "prompt": "{matrix}"}, "does not fit"),
+        ({"function": "no_colon"}, "module:function"),
+        ({"function": "rrl_no_such_module:make"}, "rrl_no_such_module"),
+    ],
+)
+def test_a_task_that_cannot_be_used_says_why(spec: dict[str, object], match: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(TaskError, match=match):
+        load_task(spec, 0)
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_rrl_task.py").write_text(
+        "class Doubles:\n"
+        "    def __init__(self, seed, offset=0): self.seed, self.offset = seed, offset\n"
+        "    def prompt(self, i): return str(i + self.offset)\n"
+        "    def answer(self, i): return str(2 * (i + self.offset))\n"
+        "    def score(self, i, answer): return 1 / (int(answer) - self.seed), float(answer == self.answer(i))\n"
+        "def nothing(seed): return object()\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))  # undone afterwards, with what load_task adds
+    monkeypatch.delitem(sys.modules, "my_rrl_task", raising=False)
+    return tmp_path
+
+
+def test_a_function_of_the_users_is_found_beside_the_job_file(users_folder: Path) -> None:
+    task = load_task({"function": "my_rrl_task:Doubles", "args": {"offset": 3}}, 5, folder=users_folder)
+    assert (task.prompt(1), task.answer(1), task.score(1, "8")) == ("4", "8", (1 / 3, 1.0))
+    with pytest.raises(TaskError, match="without prompt, answer, score"):
+        load_task({"function": "my_rrl_task:nothing"}, 0, folder=users_folder)
+
+
+# ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
+    users_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer({"pieces": "0123456789x"})
+    scorer = Scorer(load_task({"function": "my_rrl_task:Doubles"}, 5, folder=users_folder), tokenizer)
+    texts = {1: "8", 2: "x", 3: "5", 4: "6", 5: "x"}
+    scores, failed = scorer.score([ToScore(n, 4, (*tokenizer.encode(text), EOS)) for n, text in texts.items()])
+    assert scores == [Score(1, 1 / 3, 1.0), Score(4, 1.0, 0.0)]
+    assert failed == {
+        2: "the scorer raised ValueError",
+        3: "the scorer raised ZeroDivisionError",
+        5: "the scorer raised ValueError",
+    }
+    assert capsys.readouterr().err.count("rrl: the scorer raised ValueError") == 1
+
+
+def test_a_score_that_is_no_number_is_a_failure() -> None:
+    class Bad:
+        def prompt(self, i: int) -> str:
+            return ""
+
+        def answer(self, i: int) -> str:
+            return ""
+
+        def score(self, i: int, answer: str) -> tuple[float, float]:
+            return float("nan"), 0.0
+
+    assert Scorer(Bad(), DIGITS).score([ToScore(1, 0, ())]) == ([], {1: "the score is not finite"})
