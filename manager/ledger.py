@@ -89,6 +89,7 @@ class _Trace:
 
     def __init__(self, fence: Fence, at: float) -> None:
         self.fence, self.fenced_at = fence, at
+        self.incarnation = fence.life.incarnation + 1
         self.failed_at: float | None = None
         self.found_at: float | None = None
         self.injected = False
@@ -102,7 +103,7 @@ class _Trace:
         ready = self.held_at if needs_weights else self.joined_at
         return Recovery(
             replica=self.fence.life.replica,
-            incarnation=self.fence.life.incarnation + 1,
+            incarnation=self.incarnation,
             cause="; ".join(self.fence.why.evidence),
             rung=self.fence.rung.value,
             injected=self.injected,
@@ -126,7 +127,8 @@ class _Ledger:
         self.failures: dict[Life, float] = {}
         """when something about a life first went wrong"""
         self.found: dict[Life, float] = {}
-        self.injected: set[Life] = set()
+        self.injected: dict[Life, str] = {}
+        """by which fault; from its intent on"""
         self.nodes: dict[Life, str] = {}
         self.lives: dict[ReplicaId, Life] = {}
         self.traces: list[_Trace] = []
@@ -163,6 +165,10 @@ class _Ledger:
                 self.rewards.append(event.metrics["reward"])
         elif isinstance(event, ev.FaultInjected):
             self.faults += event.ok
+            if not event.ok:
+                self._not_injected(event.fault)
+        elif isinstance(event, ev.Done) and event.tag.startswith("fault:") and not event.ok:
+            self._not_injected(event.tag.removeprefix("fault:"))
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
@@ -176,14 +182,20 @@ class _Ledger:
             life = self.lives.get(ReplicaId(action.fault.target))
             if life is not None:
                 self.failures[life] = at
-                self.injected.add(life)
+                self.injected[life] = action.fault.id
         elif isinstance(action, Launch):
             self.lives[action.life.replica] = action.life
             self.nodes[action.life] = action.node
             trace = next((t for t in reversed(self.traces) if t.fence.life.replica == action.life.replica), None)
             if trace is not None and trace.joined_at is None:
-                trace.node_after = action.node
+                trace.node_after, trace.incarnation = action.node, action.life.incarnation
                 self.open[action.life] = trace
+
+    def _not_injected(self, fault: str) -> None:
+        """It was not performed after all: what fails later is not its doing."""
+        for life in [life for life, by in self.injected.items() if by == fault]:
+            del self.injected[life]
+            self.failures.pop(life, None)
 
     def _fenced(self, fence: Fence, at: float) -> None:
         if role_of(fence.life.replica) == AGENT or self.over:

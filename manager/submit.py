@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ from rrl.manager.lease import LeaseHeld, LeaseLost
 from rrl.manager.runtime import Manager
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
+from rrl.spec.load import resolved
 from rrl.spec.rundir import RunDir, runs_root, write_atomically
 from rrl.spec.words import Outcome
 from rrl.transport.keys import RunKeys
@@ -49,16 +51,21 @@ def create(job: Job, source: Path) -> RunDir:
         raise FileExistsError(f"{runs_root()}: a hundred runs of {job.run.name} were submitted in this second")
     RunKeys.make().save(run.keys)
     write_atomically(run.job_toml, source.read_bytes())
-    resolved = {"source": str(source.resolve()), "job": job.model_dump(mode="json"), "user": getpass.getuser()}
-    write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(resolved), indent=2))
+    record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
+    write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
     write_atomically(run.view, msgspec.json.encode(job.view(sys.executable)))
     return run
 
 
 def submit(job: Job, source: Path) -> RunDir:
-    """Create the run and start its manager in the background; returns at once."""
+    """Create the run and start its manager in the background; returns at once. Raises OSError or RuntimeError when it
+    could not be started: then nothing of it is left."""
     run = create(job, source)
-    start_manager(run, job.view(sys.executable))
+    try:
+        start_manager(run, job.view(sys.executable))
+    except (OSError, RuntimeError):
+        shutil.rmtree(run.path)
+        raise
     return run
 
 

@@ -33,7 +33,7 @@ _ALL = (
     Phase("starting", longest=600.0, colour="cyan"),
     Phase("loading_weights", waits_for="trainer", colour="cyan"),
     Phase("wait_weights", waits_for="trainer", colour="yellow"),
-    Phase("wait_work", waits_for="trajectories", colour="yellow"),
+    Phase("wait_work", waits_for="trajectories", useful=True, colour="yellow"),
     Phase("wait_data", waits_for="rollout", useful=True, colour="yellow"),
     Phase("generate", progresses=True, computes=True, useful=True, shortest=60.0, longest=900.0, colour="green"),
     Phase("train", progresses=False, computes=True, useful=True, shortest=300.0, longest=1800.0, colour="green"),

@@ -110,6 +110,14 @@ class TestRun:
     def wait_steps(self, steps: int) -> State:
         return self.wait(lambda state: state.step >= steps and all_work(state))
 
+    def hold_in_the_middle(self, index: int) -> None:
+        """Have rollout ``index`` stop with unfinished work in hand; let go of with :meth:`let_go`."""
+        (self.run.path / f"hold.{index}").touch()
+        self.wait(lambda _: (self.run.path / f"held.{index}").exists())
+
+    def let_go(self, index: int) -> None:
+        (self.run.path / f"hold.{index}").unlink()
+
     def wait_gone(self, within: float = 30.0) -> None:
         """No process of this run is left (invariant 7)."""
         until = time.monotonic() + within

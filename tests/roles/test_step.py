@@ -188,16 +188,13 @@ def test_a_step_that_the_next_manager_does_not_want_ends_its_role(tmp_path: Path
         asyncio.run(story(at))
 
 
-def test_an_end_without_a_manager_is_told_to_the_next(tmp_path: Path) -> None:
+def test_an_end_without_a_manager_is_told_to_one_that_comes_in_time(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*SLEEP)
-        async with at.manager(epoch=1):
-            at.start(launch, patch="import rrl.roles.first as f; f.LAST_WORDS = 20.0")
-            role = await eventually(lambda: next((p for p in at.processes(launch) if p.step), None))
-        os.killpg(role.pid, signal.SIGKILL)
+        at.start(launch, patch="import rrl.roles.first as f; f.ADMISSION = 0.1; f.LAST_WORDS = 20.0")
         await eventually(lambda: at.record(launch))
-        async with at.manager(epoch=2) as second:
-            assert (await second.hears(StepExit)).tag == launch.tag
+        async with at.manager() as late:
+            assert (await late.hears(StepExit)).why == "unwanted: no manager answered"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

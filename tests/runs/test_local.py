@@ -43,7 +43,9 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
     before = lives(run.wait_steps(3))
     pid = before[VICTIM][1]
     assert pid is not None
+    run.hold_in_the_middle(1)
     os.killpg(os.getpgid(pid), signal.SIGKILL)
+    run.let_go(1)
     after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
     kept, now = others(before, after, [VICTIM])
     assert now == kept, "somebody else was touched"

@@ -1,7 +1,8 @@
 """Pull one version from whoever holds it: chunk by chunk, each verified, several in flight.
 
-A dead, hung or lying source costs the chunks that it had not delivered, and is not asked again in this pull. Nothing
-is visible before the version is complete.
+A dead, hung or lying source costs the chunks that it had not delivered, and is put aside. Once everybody known has
+failed, those who did not lie get another chance: on a busy machine the only holder may have missed one deadline.
+Nothing is visible before the version is complete.
 """
 
 from __future__ import annotations
@@ -76,10 +77,11 @@ class _Pull:
         self._window = window
         self._sources = sources
         self._end = asyncio.get_running_loop().time() + by
-        self._aside: dict[Holder, str] = {}
+        self._aside: set[Holder] = set()
+        self._liars: set[Holder] = set()
+        self._told: dict[Holder, str] = {}
         self._missing: deque[int] = deque()
         self._superseded: Superseded | None = None
-        self._last = "no holder was named"
 
     async def run(self) -> Manifest:
         manifest = await self._manifest()
@@ -101,7 +103,7 @@ class _Pull:
                 try:
                     return await self._pipe.manifest(holder.serves, self._version, self._patience())
                 except NotHeld as error:
-                    self._last = f"{holder.life} at {holder.serves}: {error}"  # it may in a moment: asked again
+                    self._told[holder] = str(error)  # it may in a moment: asked again
                 except PipeError as error:
                     self._put_aside(holder, error)
             await self._pause()
@@ -125,6 +127,7 @@ class _Pull:
                     good = self._store.accept(self._version, index)
                 if not good:
                     self._pipe.hang_up(holder.serves)
+                    self._liars.add(holder)
                     raise PipeError(f"wrong bytes in chunk {index}")
             except PipeError as error:
                 self._missing.appendleft(index)
@@ -136,14 +139,17 @@ class _Pull:
         return [holder for holder in self._holders() if holder not in self._aside]
 
     def _put_aside(self, holder: Holder, error: PipeError) -> None:
-        self._aside.setdefault(holder, str(error))  # the first reason: the others on its line fail because of it
+        if holder not in self._aside:  # the first reason: the others on its line fail because of it
+            self._told[holder] = str(error)
+            self._aside.add(holder)
 
     def _patience(self) -> float:
         return min(self._chunk_by, max(self._end - asyncio.get_running_loop().time(), 0.001))
 
     async def _pause(self) -> None:
-        """Wait before asking again who holds the version. Raises PullFailed when the time is over."""
+        """Everybody has failed: wait before asking again. Raises PullFailed when the time is over."""
         if asyncio.get_running_loop().time() + _ASK_AGAIN > self._end:
-            told = "; ".join(f"{holder.life} at {holder.serves}: {why}" for holder, why in self._aside.items())
-            raise PullFailed(f"{self._version} not complete after {self._by:g} s: {told or self._last}")
+            told = "; ".join(f"{holder.life} at {holder.serves}: {why}" for holder, why in self._told.items())
+            raise PullFailed(f"{self._version} not complete after {self._by:g} s: {told or 'no holder was named'}")
         await asyncio.sleep(_ASK_AGAIN)
+        self._aside &= self._liars

@@ -36,6 +36,9 @@ class _TcpLine(asyncio.BufferedProtocol):
         self._full = False
 
     # ── Line ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def open(self) -> None:
+        """Nothing to agree on."""
+
     async def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         for start in range(0, view.nbytes, _SLICE):

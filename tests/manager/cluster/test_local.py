@@ -24,7 +24,7 @@ from rrl.spec.jobview import Resources
 from rrl.spec.launch import Launch
 from rrl.spec.processes import look
 from rrl.spec.words import NodeName
-from rrl.tests.lab.first import Lab, Manager, eventually, lab
+from rrl.tests.lab.first import PATIENCE, Lab, Manager, eventually, lab
 from rrl.tests.lab.local import crash, processes_on
 from rrl.transport.messages import AgentBeat, AgentHello, StepExit, Wanted
 
@@ -63,6 +63,13 @@ async def nodes_of(cluster: LocalCluster, tag: str) -> tuple[NodeName, ...]:
     seen = await cluster.observe()
     assert seen.allocations is not None
     return seen.allocations[tag].nodes
+
+
+async def until_unlisted(cluster: LocalCluster) -> None:
+    """No step is listed any more."""
+    async with asyncio.timeout(PATIENCE):
+        while await steps(cluster):
+            await asyncio.sleep(0.01)
 
 
 async def wanted(manager: Manager, launch: Launch) -> None:
@@ -128,8 +135,7 @@ def test_a_launched_step_runs_and_is_listed_until_it_ends(tmp_path: Path) -> Non
             assert await steps(cluster) == {launch.tag: "local2"}
             await asyncio.to_thread((at.run.path / "go").write_text, "\n")
             assert (await manager.hears(StepExit)).code == 0
-            await eventually(lambda: not at.processes(launch))
-            assert await steps(cluster) == {}
+            await until_unlisted(cluster)
             with pytest.raises(Refused, match="launched before"):
                 await cluster.launch(step_of(at, launch))
 

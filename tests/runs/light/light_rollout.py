@@ -14,6 +14,9 @@ from rrl.spec.words import Version
 
 TOKEN_SECONDS = 0.05
 EOS = 1
+HOLD = "hold.{}"
+"""A file of this name in the run directory makes the rollout of that index stop in the middle of its work, say so in
+``held.<index>``, and wait until the file is gone: what it is killed over is then certainly unfinished."""
 
 
 def main() -> None:
@@ -32,10 +35,20 @@ def main() -> None:
                                 if item.trajectory in progress]  # fmt: skip
                     finished = [s.trajectory for s in segments if s.tokens == (EOS,)]
                     lost = work.append(segments, finished)
+                    if not finished:
+                        _hold(me)
                     for segment in segments:
                         progress[segment.trajectory] += 1
                     for trajectory in (*finished, *lost):
                         progress.pop(trajectory, None)
+
+
+def _hold(me: rrl.Worker) -> None:
+    index = me.launch.life.replica.split("/")[1]
+    hold = me.run_dir.path / HOLD.format(index)
+    while hold.exists():
+        (me.run_dir.path / f"held.{index}").touch()
+        time.sleep(TOKEN_SECONDS)
 
 
 def _next(item: Item, offset: int, mark: float, version: Version) -> Segment:

@@ -17,6 +17,7 @@ import pytest
 from rrl.spec.words import Life, ReplicaId, Version
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
+from rrl.transport.weights import pipe as pipes
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pipe import NotHeld, Pipe, PipeError, open_pipe
 from rrl.transport.weights.store import WeightStore
@@ -265,6 +266,47 @@ def test_a_stopped_source_is_left_at_the_chunks_deadline(kind: str, run: Run) ->
     run(test())
 
 
+def test_the_only_source_is_asked_again_after_it_missed_a_deadline(kind: str, run: Run) -> None:
+    async def test() -> None:
+        mine = WeightStore()
+        async with child(kind) as (at, pid), piped(kind) as pipe:
+
+            def stop(at: str, count: int) -> None:
+                if count == 3:
+                    os.kill(pid, signal.SIGSTOP)
+
+            def named() -> Sequence[Holder]:
+                if spy.failed:
+                    os.kill(pid, signal.SIGCONT)
+                return [holder(at)]
+
+            spy = Spy(pipe, stop)
+            await pull(mine, VERSION, named, spy, chunk_by=0.5)
+            assert complete(mine)
+            assert spy.failed
+            assert spy.came[at] == CHUNKS
+
+    run(test())
+
+
+def test_a_stopped_source_harms_nobody_who_dials_it(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with child(kind) as (at, pid), piped(kind) as pipe:
+            os.kill(pid, signal.SIGSTOP)
+
+            async def dial() -> None:
+                with pytest.raises(PipeError, match="nothing within"):
+                    await pipes.shake_hands(await pipe._dial(at), SECRET, dialled=True)  # type: ignore[attr-defined]
+
+            await asyncio.gather(*(dial() for _ in range(10)))
+            os.kill(pid, signal.SIGCONT)
+            mine = WeightStore()
+            await pull(mine, VERSION, lambda: [holder(at)], pipe)
+            assert complete(mine)
+
+    run(test())
+
+
 def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run: Run) -> None:
     size = 64 * 2**20
 
@@ -282,7 +324,11 @@ def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run:
             assert 0 in left
             os.kill(pid, signal.SIGCONT)
             again = memoryview(bytearray(size))
-            await pipe.fetch(at, VERSION, range(size), again, SOON)  # by now the first answer has gone somewhere
+            while 0 in again:
+                try:  # once it has come, the first answer has gone wherever it went
+                    await pipe.fetch(at, VERSION, range(size), again, SOON)
+                except PipeError as error:  # on a busy machine a connection may take more than its second
+                    assert "nothing within 1 s" in str(error)  # noqa: PT017
             assert again == content(size)
             assert into == left
 
@@ -391,6 +437,7 @@ def test_another_runs_secret_is_refused_by_the_one_who_listens(kind: str, run: R
     async def test() -> None:
         async with served(kind, holding()) as at, piped(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
+            await line.open()
             await line.send(bytes(32))
             await line.receive(memoryview(bytearray(64)))
             await line.send(bytes(32))  # a proof that proves nothing
@@ -406,6 +453,7 @@ def test_a_proof_cannot_be_mirrored_back(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, piped(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
+            await line.open()
             await line.send(bytes(32))
             answer = bytearray(64)
             await line.receive(memoryview(answer))
@@ -421,6 +469,7 @@ def test_a_silent_stranger_is_dropped(kind: str, run: Run) -> None:
     async def test() -> None:
         async with served(kind, holding()) as at, piped(kind) as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
+            await line.open()
             async with asyncio.timeout(SOON):
                 with pytest.raises(PipeError):
                     await line.receive(memoryview(bytearray(1)))

@@ -27,6 +27,8 @@ class _HungLine:
         self.pending: asyncio.Future[None] | None = None
         self.broken = False
 
+    async def open(self) -> None: ...
+
     async def send(self, data: bytes | memoryview) -> None: ...
 
     async def receive(self, into: memoryview) -> None:

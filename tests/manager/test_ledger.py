@@ -1,0 +1,235 @@
+"""The account of a run, from its events alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Rung, Why
+from rrl.manager.journal import Journal
+from rrl.manager.ledger import Recovery, Summary, account, write_summary
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.launch import tag_of
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Version, role_of
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.tests.manager.world import found, lost
+
+At = tuple[float, ev.Event]
+R0, R1 = ROLLOUTS
+N1, N2, N3, N4, N5 = (NodeName(f"n{i}") for i in range(1, 6))
+HOMES = {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
+WHY = Why(("exit_record: step: it ended",))
+FAULT = Fault("f0", FaultKind.KILL, R0, 1)
+
+
+def launch(life: Life, node: NodeName) -> ev.Intended:
+    return ev.Intended(Launch(life, tag_of(RUN, life), "pool", node, WHY))
+
+
+def fence(life: Life, rung: Rung) -> ev.Decided:
+    return ev.Decided(Fence(life, rung, WHY))
+
+
+def ended(life: Life) -> ev.StepEnded:
+    return ev.StepEnded(life, tag_of(RUN, life), None, 9, "signalled")
+
+
+def up(at: float, life: Life, node: NodeName) -> list[At]:
+    """It joins and works from ``at`` on."""
+    phase = {"rollout": "generate", "trainer": "train", "reward": "score"}.get(role_of(life.replica), "serve")
+    return [(at, ev.Joined(life, node, node, 1)), (at, ev.PhaseEntered(life, phase))]
+
+
+def perform(life: Life, fault: Fault = FAULT) -> ev.Intended:
+    return ev.Intended(Perform(fault, tag_of(RUN, life), HOMES[life.replica], WHY))
+
+
+def summary(*parts: At | Sequence[At]) -> Summary:
+    told = [(0.0, ev.RunStarted(RUN, job())), *_flat(parts)]
+    return account(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(told, 1))
+
+
+def _flat(parts: Sequence[At | Sequence[At]]) -> list[At]:
+    flat: list[At] = []
+    for part in parts:
+        if isinstance(part, tuple) and isinstance(part[0], float):
+            flat.append(part)
+        else:
+            flat.extend(part)  # type: ignore[arg-type]
+    return flat
+
+
+def started(at: float = 20.0) -> list[At]:
+    """All five replicas are launched at 10 and work from ``at`` on."""
+    begun: list[At] = [(0.0, ev.ManagerStarted("login", 1))]
+    begun += [(10.0, launch(Life(id, 1), node)) for id, node in HOMES.items()]
+    for id, node in HOMES.items():
+        begun += up(at, Life(id, 1), node)
+    return begun
+
+
+def finished(at: float, given_back: float) -> list[At]:
+    why = Why(("step 3 of 3 is committed",))
+    return [(at, ev.Decided(Finish(Outcome.COMPLETED, why))), (given_back, ev.RunEnded(Outcome.COMPLETED, "done"))]
+
+
+def committed(at: float, step: int, reward: float | None = None) -> At:
+    metrics = {} if reward is None else {"reward": reward}
+    return at, ev.StepCommitted(Life(TRAINER, 1), step, metrics)
+
+
+def test_a_run_without_faults_works_from_the_first_phase_to_the_decision_to_end() -> None:
+    got = summary(started(20.0), committed(50.0, 1), finished(100.0, 110.0))
+    assert (got.run, got.outcome, got.why, got.steps, got.epochs) == (RUN, "completed", "done", 1, 1)
+    assert got.run_seconds == 110.0
+    assert got.ettr == got.ettr_strict == round(80 / 110, 4)
+    assert (got.faults, got.recoveries) == (0, [])
+
+
+def test_a_run_that_goes_on_is_accounted_up_to_its_newest_record() -> None:
+    got = summary(started(20.0), committed(50.0, 1))
+    assert (got.outcome, got.run_seconds, got.ettr) == ("running", 50.0, 0.6)
+
+
+def test_no_events_are_no_account() -> None:
+    with pytest.raises(ValueError, match="no events"):
+        account([])
+
+
+def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once() -> None:
+    steps = [committed(20.0 + step, step, step / 100) for step in range(1, 26)]
+    got = summary(started(), steps, committed(50.0, 25, 9.0), committed(51.0, 3, 9.0))
+    assert (got.steps, got.reward_first10, got.reward_last10) == (25, 0.055, 0.205)
+    few = summary(started(), committed(30.0, 1, 0.2), committed(31.0, 2))
+    assert (few.steps, few.reward_first10, few.reward_last10) == (2, 0.2, 0.2)
+    assert summary(started()).reward_first10 is None
+
+
+KILLED: list[At] = [
+    (40.0, perform(Life(R0, 1))),
+    (40.1, ev.FaultInjected("f0", Life(R0, 1), True)),
+    (40.3, ended(Life(R0, 1))),
+    (40.5, found(Life(R0, 1), "exit_record", 40.3)),
+    (40.6, fence(Life(R0, 1), Rung.IN_PLACE)),
+    (40.7, launch(Life(R0, 2), N3)),
+    (42.6, ev.Joined(Life(R0, 2), N3, N3, 2)),
+    (44.1, ev.VersionHeld(Life(R0, 2), Version(1, 1))),
+    (44.1, ev.PhaseEntered(Life(R0, 2), "generate")),
+    (44.6, ev.FirstWorkDone(Life(R0, 2))),
+]
+
+
+def test_the_stages_of_a_rollouts_recovery_are_told_one_by_one() -> None:
+    got = summary(started(), KILLED)
+    assert got.faults == 1
+    assert got.recoveries == [
+        Recovery(
+            replica="rollout/0", incarnation=2, cause="exit_record: step: it ended", rung="restart in place",
+            injected=True, node_before="n3", node_after="n3", detect_s=0.5, decide_s=0.1, start_s=2.0, weights_s=1.5,
+            first_work_s=0.5, total_s=4.6,
+        )
+    ]  # fmt: skip
+
+
+def test_a_rollouts_death_costs_nothing_but_strictness() -> None:
+    got = summary(started(20.0), committed(30.0, 1), KILLED, finished(100.0, 110.0))
+    assert got.ettr == round(80 / 110, 4)
+    assert got.ettr_strict == round((80 - (44.1 - 40.3)) / 110, 4)
+
+
+def test_while_the_trainer_is_restored_time_counts_by_the_share_of_rollouts() -> None:
+    trainer = Life(TRAINER, 1)
+    killed: list[At] = [
+        (50.5, ended(trainer)), (51.0, found(trainer, "exit_record", 50.5)), (51.2, fence(trainer, Rung.SPARE)),
+        (51.2, launch(Life(TRAINER, 2), N5)), *up(70.0, Life(TRAINER, 2), N5),
+        (70.0, ev.FirstWorkDone(Life(TRAINER, 2))),
+    ]  # fmt: skip
+    got = summary(started(20.0), committed(30.0, 1), killed, finished(100.0, 110.0))
+    assert got.ettr == round((30.5 + 19.5 * 2 / 3 + 30.0) / 110, 4)
+    assert got.ettr_strict == round((30.5 + 30.0) / 110, 4)
+    (recovery,) = got.recoveries
+    assert (recovery.rung, recovery.injected, recovery.node_before, recovery.node_after) == (
+        "spare node", False, "n2", "n5",
+    )  # fmt: skip
+    assert (recovery.detect_s, recovery.decide_s, recovery.start_s) == (0.5, 0.2, 18.8)
+    assert (recovery.weights_s, recovery.first_work_s, recovery.total_s) == (None, 0.0, 19.5)
+
+
+def test_with_one_of_two_rollouts_down_too_the_share_is_smaller_and_with_everything_down_it_is_nothing() -> None:
+    down: list[At] = [(50.0, ended(Life(TRAINER, 1))), (60.0, ended(Life(R0, 1))), (70.0, ended(Life(R1, 1)))]
+    got = summary(started(20.0), committed(30.0, 1), down, (100.0, ev.ManagerStopped("SIGTERM")))
+    assert got.ettr == round((30 + 10 * 2 / 3 + 10 * 1 / 2) / 100, 4)
+    assert got.ettr_strict == 0.3
+
+
+def test_rollouts_before_the_first_commit_are_no_training() -> None:
+    ups = [at for id in (R0, R1) for at in up(20.0, Life(id, 1), HOMES[id])]
+    begun = [(10.0, launch(Life(id, 1), node)) for id, node in HOMES.items()]
+    assert summary(begun, ups, (100.0, ev.ManagerStopped("x"))).ettr == 0.0
+
+
+def test_a_fault_that_was_not_performed_is_no_fault_and_a_later_failure_is_not_its_doing() -> None:
+    later: list[At] = [
+        (90.0, ended(Life(R0, 1))), (90.5, found(Life(R0, 1), "exit_record", 90.0)),
+        (90.6, fence(Life(R0, 1), Rung.IN_PLACE)),
+    ]  # fmt: skip
+    for answer in (ev.FaultInjected("f0", Life(R0, 1), False, "gone"), ev.Done("fault:f0", False, "its manager died")):
+        got = summary(started(), (40.0, perform(Life(R0, 1))), (41.0, answer), later)
+        assert got.faults == 0
+        assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (False, 0.5)
+
+
+def test_a_lost_node_is_a_failure_of_everybody_on_it_from_its_first_trace_on() -> None:
+    moved: list[At] = [
+        (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
+        (60.1, fence(Life(STORE, 1), Rung.SPARE)), (60.1, fence(Life(REWARD, 1), Rung.SPARE)),
+        (60.2, launch(Life(STORE, 2), N5)), (60.2, launch(Life(REWARD, 2), N5)),
+    ]  # fmt: skip
+    got = summary(started(), moved)
+    assert [(r.replica, r.detect_s, r.decide_s, r.node_after) for r in got.recoveries] == [
+        (STORE, 10.0, 0.1, "n5"), (REWARD, 10.0, 0.1, "n5"),
+    ]  # fmt: skip
+    assert all(r.start_s is None and r.total_s is None for r in got.recoveries)
+
+
+def test_a_restart_that_had_to_be_tried_twice_is_told_with_the_life_that_came_back() -> None:
+    again: list[At] = [
+        (40.0, ended(Life(R0, 1))), (40.5, found(Life(R0, 1), "exit_record", 40.0)),
+        (40.6, fence(Life(R0, 1), Rung.IN_PLACE)), (40.7, launch(Life(R0, 2), N3)),
+        (40.8, ev.Done(tag_of(RUN, Life(R0, 2)), False, "no such node")), (41.8, launch(Life(R0, 3), N5)),
+        (43.6, ev.Joined(Life(R0, 3), N5, N5, 2)),
+    ]  # fmt: skip
+    (recovery,) = summary(started(), again).recoveries
+    assert (recovery.incarnation, recovery.node_after, recovery.start_s) == (3, "n5", 3.0)
+
+
+def test_agents_and_the_end_of_the_run_are_no_recoveries() -> None:
+    agent = Life(ReplicaId("agent/n3"), 1)
+    got = summary(
+        started(), (15.0, launch(agent, N3)), (30.0, fence(agent, Rung.IN_PLACE)), finished(40.0, 50.0)[0],
+        (41.0, ended(Life(R0, 1))), (42.0, fence(Life(R0, 1), Rung.IN_PLACE)),
+    )  # fmt: skip
+    assert got.recoveries == []
+
+
+def test_managers_are_counted_and_their_absence_costs_nothing() -> None:
+    got = summary(started(20.0), (60.0, ev.ManagerStarted("other", 2)), finished(100.0, 110.0))
+    assert (got.epochs, got.ettr) == (2, round(80 / 110, 4))
+
+
+def test_the_summary_is_written_from_the_journal(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / RUN)
+    run.create()
+    journal = Journal(run, 1)
+    told: list[At] = [(0.0, ev.RunStarted(RUN, job())), *started(), *KILLED, *finished(100.0, 110.0)]
+    for seq, (at, event) in enumerate(told, 1):
+        journal.append(ev.Stamped(seq, at, 1, event))
+    journal.close()
+    written = write_summary(run)
+    assert written == account((ev.Stamped(s, at, 1, e) for s, (at, e) in enumerate(told, 1)), str(run.path))
+    assert msgspec.json.decode(run.summary.read_bytes(), type=Summary) == written
