@@ -48,6 +48,8 @@ class Done(Struct, frozen=True, tag=True):
     tag: str
     ok: bool
     detail: str = ""
+    unheard: bool = False
+    """not done because it never reached the cluster, as far as anybody can tell: its manager died, or the network"""
 
 
 class Decided(Struct, frozen=True, tag=True):

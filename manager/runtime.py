@@ -20,7 +20,7 @@ from rrl.health.guards import detect
 from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Launch, Outside, Perform, Release, Request, StopStep
-from rrl.manager.cluster import Cluster
+from rrl.manager.cluster import Cluster, Observed
 from rrl.manager.executor import PERFORM_DEADLINE, Executor
 from rrl.manager.hearing import Ear
 from rrl.manager.journal import Journal
@@ -249,13 +249,17 @@ class Manager:
 
     async def _look(self) -> None:
         """Look at the cluster: often while something is expected of it, else at the site's pace."""
+        looked: Observed | None = None
         while True:
             observed = await self._cluster.observe()
+            again = observed is looked  # asked sooner than the site allows: no second observation
+            looked = observed
             for name, seen in (observed.nodes or {}).items():
-                if name in self.state.nodes:
+                if name in self.state.nodes and not again:
                     self._watch.cluster_node(name, seen.state, seen.detail, self.now())
-            for event in settle(self.state, observed, self._misses, self.now(), self._executor.busy):
-                self.record(event)
+            if not again:
+                for event in settle(self.state, observed, self._misses, self.now(), self._executor.busy):
+                    self.record(event)
             self._ear.exit_records()
             self._wake.set()
             self._look_now.clear()

@@ -42,7 +42,7 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
             elif tag in state.intents:
                 due = tag not in busy and now - state.intents[tag].at > state.job.limits.quiet
                 if due and misses.gone(tag, False):
-                    events.append(Done(tag, False, "never appeared in the queue"))
+                    events.append(Done(tag, False, "never appeared in the queue", unheard=True))
             elif misses.gone(tag, False):
                 events.append(AllocationChanged(tag, None))
     if observed.steps is not None:

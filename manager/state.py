@@ -134,6 +134,8 @@ class Refusal(Struct, frozen=True):
     tag: str
     at: float
     detail: str
+    unheard: bool = False
+    """the cluster did not say so: the request never reached it"""
 
 
 class State(Struct, frozen=True):
@@ -278,7 +280,7 @@ def _done(state: State, at: float, event: ev.Done) -> State:
         return state
     if isinstance(action, Request):  # certainly not done: nothing of it exists
         recent = tuple(r for r in state.refusals if at - r.at < state.job.recovery.window)
-        refusals = (*recent, Refusal(action.ask.tag, at, event.detail))
+        refusals = (*recent, Refusal(action.ask.tag, at, event.detail, event.unheard))
         return _with(state, allocations=_without(state.allocations, action.ask.tag), refusals=refusals)
     if isinstance(action, Launch) and state.believed(action.life):
         return _failed(state, at, action.life.replica, Status.WANTED)

@@ -34,9 +34,15 @@ TOLD_AFTER = 0.25
 """s that a phase must last before it is told by itself; shorter ones are only seen by the next beat"""
 WELCOME_BY = 60.0
 """s for a manager to welcome a worker: longer than a manager's restart"""
+LAST_ANSWER = 0.5
+"""s that a role which was asked to leave still waits for the store"""
 STORE = ReplicaId("trajectories/0")
 
 T = TypeVar("T")
+
+
+class Stopping(Exception):
+    """This role was asked to leave: :class:`rrl.Worker` takes it as the end of its ``with`` block."""
 
 
 class Link:
@@ -83,10 +89,22 @@ class Link:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def ask_store(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """As :meth:`call`; meanwhile beats say that it is the store that is waited for."""
+        """As :meth:`call`; meanwhile beats say that it is the store that is waited for.
+
+        Raises Stopping when this role was asked to leave and the store, which may have left before, does not answer."""
         self._blocked_by = STORE
+        asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return self.call(coroutine)
+            while True:
+                stopping = self.stopping.is_set()
+                try:
+                    return asked.result(LAST_ANSWER)
+                except TimeoutError:
+                    if asked.done():
+                        raise
+                    if stopping:
+                        asked.cancel()
+                        raise Stopping from None
         finally:
             self._blocked_by = None
 

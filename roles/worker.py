@@ -21,7 +21,7 @@ import msgspec
 
 from rrl.roles.checkpoint_files import describe as describe_files
 from rrl.roles.checkpoint_files import fresh_folder
-from rrl.roles.link import Link
+from rrl.roles.link import Link, Stopping
 from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
 from rrl.spec.launch import LAUNCH_ENV, Launch, read_launch
 from rrl.spec.phases import phase as phase_named
@@ -103,12 +103,13 @@ class Worker:
         self._link.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         if kind is None and not self._link.stopping.is_set():
             self._link.enter("stopping")
             self._link.say(Goodbye(self.launch.life))
             self._link.stopping.wait(GOODBYE_BY)  # its last words are heard before its end is
         self._link.close()
+        return kind is not None and issubclass(kind, Stopping)
 
     # ── every role ─────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager

@@ -65,23 +65,32 @@ _Count = Annotated[int, Field(ge=1, le=4096)]
 
 
 class RunTable(_Table):
+    """What this run is."""
+
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
     """a letter, then up to 30 lower case letters, digits and dashes: it is part of job names"""
     steps: Annotated[int, Field(ge=1)]
     """optimizer steps after which the run is complete"""
     seed: int = 0
+    """of the initial weights, the task's items and the sampling; 0 or more for a reasoning-gym dataset"""
 
 
 class NodeTable(_Table):
     """What rrl takes of each node of the pool."""
 
     cpus: Annotated[int, Field(ge=1)] = 4
+    """cores"""
     gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs"""
     mem: Annotated[Size, Field(gt=0)] = 4 * 2**30
+    """memory"""
 
 
 class ClusterTable(_Table):
+    """Where the run gets its nodes from."""
+
     kind: Literal["local", "slurm"] = "local"
+    """virtual nodes on this machine, or the Slurm cluster that this login node belongs to"""
     form: Literal["pool"] = "pool"
     """one allocation over all nodes plus spares (docs/architecture.md)"""
     spares: Annotated[int, Field(ge=0, le=4096)] = 1
@@ -92,6 +101,8 @@ class ClusterTable(_Table):
 
 
 class TokenizerTable(_Table):
+    """A vocabulary of single pieces, for tasks that are small enough to name them all."""
+
     pieces: Annotated[str, Field(min_length=1)] | _Strings
     """the vocabulary after <pad> and <eos>: each character of a string, or a list of strings"""
     join: str = ""
@@ -104,13 +115,17 @@ class ModelTable(_Table):
     """A small Qwen3-architecture model, built locally with random weights; nothing is downloaded."""
 
     hidden_size: Annotated[int, Field(ge=1)] = 64
+    """width of the residual stream"""
     intermediate_size: Annotated[int, Field(ge=1)] = 192
+    """width of each layer's MLP"""
     layers: Annotated[int, Field(ge=1)] = 2
+    """transformer layers"""
     heads: Annotated[int, Field(ge=1)] = 4
+    """attention heads"""
     kv_heads: Annotated[int, Field(ge=1)] = 4
     """divides heads (grouped-query attention)"""
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
-    """even: rotary embeddings turn pairs"""
+    """width of a head; even: rotary embeddings turn pairs"""
     max_length: Annotated[int, Field(ge=2)] = 64
     """tokens of prompt and answer together"""
     initializer_range: Annotated[float, Field(gt=0)] = 0.05
@@ -142,33 +157,50 @@ class TaskTable(_Table):
 
 
 class SamplingTable(_Table):
+    """How rollouts sample, and how much of it makes a step."""
+
     prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    """groups in the batch of one optimizer step"""
     group_size: Annotated[int, Field(ge=2)] = 16
     """trajectories of one prompt: a GRPO group"""
     max_new_tokens: Annotated[int, Field(ge=1)] = 5
+    """tokens of an answer, its end included"""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """of the sampling, and of the log-probabilities in the loss"""
     ahead: Annotated[int, Field(ge=0)] = 1
     """batches that rollouts may work ahead of the trainer: bounds staleness to ahead + 1 steps"""
 
 
 class _Role(_Table):
+    """What every role has."""
+
     replicas: _Count = 1
+    """how many of them; each is watched, fenced and replaced for itself"""
     min_replicas: Annotated[int, Field(ge=0)] | None = None
     """below this the run cannot go on; default: all for a trainer or a service, 1 for rollouts"""
     cpus: Annotated[int, Field(ge=1)] = 1
+    """cores of each replica"""
     gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of each replica"""
     mem: Size = 2**30
+    """memory of each replica"""
     exclusive: bool = False
     """take a node of its own"""
     env: Annotated[dict[str, str], AfterValidator(_environment)] = {}
+    """environment variables of its processes, besides those of rrl submit"""
     command: _Strings | None = None
     """your own program, using rrl.join(); replaces the built-in one"""
 
 
 class TrainerRole(_Role):
+    """GRPO. A program of your own (``command``) reads what it likes of these settings as ``me.settings``."""
+
     exclusive: bool = True
+    """take a node of its own"""
     threads: Annotated[int, Field(ge=1)] = 1
+    """of torch"""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """of AdamW, at the first step"""
     final_learning_rate: Annotated[float, Field(ge=0)] = 0.1
     """share of learning_rate at the last step; falls linearly"""
     clip: Annotated[float, Field(gt=0)] = 0.2
@@ -178,17 +210,26 @@ class TrainerRole(_Role):
     advantage_floor: Annotated[float, Field(gt=0)] = 0.1
     """added to the group's standard deviation before dividing (measured: 1e-4 falls back after reaching 0.8)"""
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
+    """largest norm of the gradient"""
     warm_start_steps: Annotated[int, Field(ge=0)] = 0
     """supervised steps on the task's answers before the first policy update"""
     warm_start_batch: Annotated[int, Field(ge=1)] = 64
+    """examples of a supervised step"""
     warm_start_learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """of the supervised steps"""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """committed checkpoints that stay on the disk"""
 
 
 class RolloutRole(_Role):
+    """Samples answers under the newest weights that it holds."""
+
     exclusive: bool = True
+    """take a node of its own"""
     engine: Literal["torch"] = "torch"
+    """what generates"""
     threads: Annotated[int, Field(ge=1)] = 1
+    """of torch"""
     lease: Annotated[int, Field(ge=1)] = 64
     """trajectories leased at a time"""
     segment_tokens: Annotated[int, Field(ge=1)] = 64
@@ -196,11 +237,17 @@ class RolloutRole(_Role):
 
 
 class TrajectoriesRole(_Role):
+    """The store: owns prompts and tokens, leases them, binds batches, keeps the one commit record."""
+
     replicas: Literal[1] = 1
+    """there is one store"""
 
 
 class RewardRole(_Role):
+    """Scores complete trajectories by the task."""
+
     lease: Annotated[int, Field(ge=1)] = 256
+    """trajectories leased at a time"""
 
 
 class Roles(_Table):
@@ -219,7 +266,7 @@ class Roles(_Table):
 
 
 class LimitsTable(_Table):
-    """Deadlines; each is explained at :class:`rrl.spec.jobview.Limits`."""
+    """Deadlines."""  # what each means stands under the field of the same name in rrl.spec.jobview.Limits
 
     beat: _Time = _L.beat
     silence: _Time = _L.silence
@@ -244,7 +291,7 @@ class LimitsTable(_Table):
 
 
 class RecoveryTable(_Table):
-    """Budgets of the repair ladder; each is explained at :class:`rrl.spec.jobview.Recovery`."""
+    """Budgets of the repair ladder."""  # what each means stands under its field in rrl.spec.jobview.Recovery
 
     window: _Time = _R.window
     per_node: Annotated[int, Field(ge=0)] = _R.per_node
@@ -257,15 +304,20 @@ class FaultTable(_Table):
     """One planned fault of the run's own making, for demonstrations and tests."""
 
     kind: Annotated[FaultKind, Field(strict=False)]
+    """kill: SIGKILL to the role's process group; freeze: SIGSTOP to it; kill_step: SIGKILL to what holds the step"""
     target: Annotated[str, Field(pattern=r"^[a-z]+/[0-9]{1,5}$")]
     """a replica, as in "rollout/0\""""
     at_step: Annotated[int, Field(ge=0)]
+    """performed once the trainer has committed this step"""
 
 
 class TransportTable(_Table):
+    """How weights travel."""
+
     weights: Literal["auto", "ucx", "tcp"] = "auto"
     """auto: ucx where ucxx is installed, else tcp"""
     chunk: Annotated[Size, Field(gt=0)] = 8 * 2**20
+    """what is asked for, verified and, if need be, fetched again at a time"""
     chunk_deadline: _Time = 5.0
     """UCX does not notice a hung peer (measured): each chunk has a deadline of its own"""
 

@@ -19,7 +19,7 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
     """``rows`` as :mod:`rrl.cli.listing` makes them; ``now``: wall clock (s)."""
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
-        header_style="bright_black",
+        header_style="bright_black", border_style="bright_black",
     )  # fmt: skip
     table.add_column("run", no_wrap=True)
     table.add_column("standing", no_wrap=True, overflow="ellipsis", max_width=40)

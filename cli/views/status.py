@@ -94,9 +94,8 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
         newest = state.last_rewards[-10:]
         reward = Text(f"{number(first)} → {number(sum(newest) / len(newest))}  ")
         facts.add_row("reward", reward.append(curve(state.last_rewards, width - 30), "green"))
-    others = {name: value for name, value in state.metrics.items() if name != "reward"}
-    if others and width >= NARROW:
-        facts.add_row("metrics", "  ".join(f"{name} {value:.4g}" for name, value in sorted(others.items())))
+    if width >= NARROW and (metrics := _metrics(state, width - 12)):
+        facts.add_row("metrics", metrics)
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
@@ -104,6 +103,17 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
     if state.why and state.outcome is not None:
         facts.add_row("because", state.why)
     return facts
+
+
+def _metrics(state: State, width: int) -> str:
+    """What the trainer said of its newest step, as much of it as fits in ``width`` columns: no figure is cut off."""
+    told = ""
+    for name, value in sorted(state.metrics.items()):
+        figure = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        longer = f"{told}  {name} {figure}".lstrip()
+        if name != "reward" and len(longer) <= width:
+            told = longer
+    return told
 
 
 def _nodes(state: State) -> Text:
@@ -138,7 +148,7 @@ def _node_trouble(node: Node) -> str:
 def _replicas(state: State, now: float, width: int) -> RenderableType:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False, expand=True,
-        header_style="bright_black",
+        header_style="bright_black", border_style="bright_black",
     )  # fmt: skip
     table.add_column("replica", no_wrap=True)
     table.add_column("life", justify="right", no_wrap=True)

@@ -39,7 +39,7 @@ def recoveries_view(recoveries: list[dict[str, Any]]) -> RenderableType:
     """The stage times of each recovery, and below them why each was needed."""
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
-        header_style="bright_black",
+        header_style="bright_black", border_style="bright_black",
     )  # fmt: skip
     causes = Table.grid(padding=(0, 2), expand=True)
     table.add_column("recovered", no_wrap=True)

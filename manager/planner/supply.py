@@ -18,7 +18,7 @@ REFUSED_PAUSE = 10.0
 def supply(state: State, now: float) -> tuple[list[Action], float]:
     """Requests and give-backs, and the next wake."""
     if not state.allocations and not state.nodes and not any(r.incarnation for r in state.replicas.values()):
-        return _first_pool(state), NEVER
+        return _first_pool(state, now), NEVER
     actions, wake = _overdue(state, now)
     if actions:
         return actions, wake
@@ -32,12 +32,15 @@ def supply(state: State, now: float) -> tuple[list[Action], float]:
     return _replacement(state, lacking, missing, now, wake)
 
 
-def _first_pool(state: State) -> list[Action]:
-    if state.refusals:  # what a cluster refuses at once, it refuses again
-        why = Why((state.refusals[-1].detail,), Rung.GIVE_UP, "the run ends; correct the job spec and submit again")
+def _first_pool(state: State, now: float) -> list[Action]:
+    refusals = _refusals(state, now)
+    told = [refusal for refusal in refusals if not refusal.unheard]
+    if told or len(refusals) >= REFUSALS:  # what a cluster refuses at once, it refuses again
+        why = Why((refusals[-1].detail,), Rung.GIVE_UP, "the run ends; correct the job spec and submit again")
         return [Finish(Outcome.FAILED, why)]
     job = state.job
-    ask = Ask(f"{state.run}.pool", job.nodes, job.node, job.walltime, sbatch=job.sbatch, comment=f"rrl {state.run}")
+    tag = f"{state.run}.pool-{state.seq}" if refusals else f"{state.run}.pool"  # the first may yet land
+    ask = Ask(tag, job.nodes, job.node, job.walltime, sbatch=job.sbatch, comment=f"rrl {state.run}")
     deadline = state.at + job.limits.allocation
     return [Request(ask, Why((f"{job.nodes} nodes wanted, none held",), expects="nodes", by=deadline))]
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,10 @@ def plain_user() -> str:
     """Root's stand-in: a system user made for it, or ``nobody`` where that is not possible; else who we are."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid()).pw_name
+    if not _reachable_by_all(Path(sys.prefix)) or not _reachable_by_all(Path(__file__)):
+        told = f"{Path(__file__).parents[2]} cannot be entered by other users: root submits, not a plain user"
+        warnings.warn(told, stacklevel=2)
+        return "root"
     for attempt in ("look", "make"):
         if attempt == "make":
             with contextlib.suppress(OSError):
@@ -30,6 +35,11 @@ def plain_user() -> str:
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(PLAIN_USER).pw_name
     return "nobody"
+
+
+def _reachable_by_all(path: Path) -> bool:
+    """Others may enter every folder on the way and read what is there."""
+    return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents) and bool(path.stat().st_mode & 0o004)
 
 
 def popen_as(

@@ -65,6 +65,28 @@ def test_a_pool_that_the_cluster_refuses_ends_the_run_with_the_clusters_words() 
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
+def test_a_request_that_never_reached_the_cluster_is_made_again_under_another_name_and_not_for_ever() -> None:
+    world = World(job())
+    world.unanswered = True
+    world.play(at_most=1.0)
+    world.happen(ev.Done(POOL, False, "never appeared in the queue", unheard=True))
+    assert len(set(requests(world))) == 2
+    world.happen(ev.Done(requests(world)[1], False, "never appeared in the queue", unheard=True))
+    assert len(set(requests(world))) == 3
+    world.happen(ev.Done(requests(world)[2], False, "never appeared in the queue", unheard=True))
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_request_that_is_made_again_is_as_good_as_the_first() -> None:
+    world = World(job())
+    world.unanswered = True
+    world.play(at_most=1.0)
+    world.unanswered = False
+    world.happen(ev.Done(POOL, False, "never appeared in the queue", unheard=True))
+    world.steady()
+    assert world.incarnations() == ONCE
+
+
 def test_a_pool_that_never_comes_is_given_back_at_its_deadline_and_the_run_ends_with_the_reason() -> None:
     world = World(job(limits=Limits(allocation=500.0)), nodes=3).play()
     (end,) = world.decided(Finish)

@@ -70,7 +70,7 @@ def test_a_request_that_is_never_found_counts_as_refused_after_the_quiet_period_
     for at in (1.0, QUIET / 2, QUIET):
         assert looks.look(NOTHING, at=at) == []
     assert looks.look(NOTHING, at=QUIET + 1) == []
-    assert looks.look(NOTHING, at=QUIET + 2) == [ev.Done(POOL, False, "never appeared in the queue")]
+    assert looks.look(NOTHING, at=QUIET + 2) == [ev.Done(POOL, False, "never appeared in the queue", unheard=True)]
     assert looks.state is not None
     assert [refusal.tag for refusal in looks.state.refusals] == [POOL]
 

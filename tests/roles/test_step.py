@@ -239,7 +239,9 @@ def test_a_frozen_role_is_ended(tmp_path: Path) -> None:
         async with at.manager() as manager:
             launch = at.launch(*SLEEP, grace=0.3)
             step = at.start(launch)
-            os.killpg((await command(at, launch)).pid, signal.SIGSTOP)
+            role = await command(at, launch)
+            os.killpg(role.pid, signal.SIGSTOP)
+            await eventually(lambda: ") T " in Path(f"/proc/{role.pid}/stat").read_text())
             step.terminate()
             assert (await manager.hears(StepExit)).signal == signal.SIGKILL
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
 from rrl.spec.words import ReplicaId
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.lab.runs import RRL, TestRun, all_work, check_sound, light_job, lives, others, submit_on, write_job
 from rrl.tests.lab.slurm import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -20,7 +21,15 @@ def _end_well(run: TestRun, lab: SlurmLab) -> None:
     assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
     run.wait_gone()
     check_sound(run.run)
-    assert not [job for job in lab.jobs() if run.run.id in job and "manager" not in job], lab.jobs()
+    _wait_no_jobs(lab)
+
+
+def _wait_no_jobs(lab: SlurmLab) -> None:
+    """Neither of the run nor of its manager; a job is COMPLETING for a moment after its last process is gone."""
+    until = time.monotonic() + 60
+    while left := lab.jobs():
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
 
 
 def test_a_killed_rollout_alone_comes_back(slurm_lab: SlurmLab) -> None:
@@ -85,16 +94,14 @@ def test_a_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLa
         assert process.wait(90) == 0
     assert run.wait_end().outcome == "cancelled"
     run.wait_gone()
-    slurm_lab.clear()
+    _wait_no_jobs(slurm_lab)
 
 
 def test_an_unknown_partition_ends_the_run_with_slurms_own_words(slurm_lab: SlurmLab) -> None:
     toml = light_job("slurm", 10, extra='[slurm]\npartition = "nowhere"\n')
-    from rrl.tests.lab.runs import RRL, write_job
-
     folder = slurm_lab.home / "nowhere"
     slurm_lab.call_as_user(folder.mkdir)
     done = slurm_lab.run_as_user([RRL, "submit", "--foreground", str(write_job(folder, toml))], check=False)
     assert done.returncode == 1
     assert "nvalid partition" in done.stdout + done.stderr
-    assert not [job for job in slurm_lab.jobs() if "light" in job]
+    _wait_no_jobs(slurm_lab)

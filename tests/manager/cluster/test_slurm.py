@@ -352,7 +352,7 @@ def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_g
         for index, name in enumerate(nodes):
             await slurm.launch(run.step(f"rollout-{index}.1", name))
             await run.pid(f"rollout-{index}.1")
-            await slurm.joined(run.tag(f"rollout-{index}.1"))
+        await asyncio.gather(*(slurm.joined(run.tag(f"rollout-{index}.1")) for index in range(3)))
         (run.folder / "lost").write_text(nodes[0])
 
     async def second() -> None:

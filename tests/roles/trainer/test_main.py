@@ -167,6 +167,20 @@ def test_a_trainer_that_died_before_a_commit_comes_back_and_ends_with_the_same_w
     assert len(list(run_dir.checkpoints.iterdir())) == 2
 
 
+def test_a_restarted_trainer_removes_at_once_what_its_predecessor_left_uncommitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    batches = _batches()
+    run_dir, commits = _run_dir(tmp_path / "run"), {}  # type: tuple[RunDir, dict[int, dict[str, Any]]]
+    first = _Worker("trainer/0", 1, run_dir, commits)
+    first.dies_before_commit_of = 2
+    with pytest.raises(_Died):
+        _train(monkeypatch, first, batches)
+    assert len(list(run_dir.checkpoints.iterdir())) == 2
+    _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits), batches[:1])
+    assert [folder.name for folder in run_dir.checkpoints.iterdir()] == ["step-1.1.0"]
+
+
 class _Sums:
     """A task that tells which seed made it."""
 

@@ -1,0 +1,62 @@
+"""A rollout is killed → its replacement generates again: every stage apart, from the journal, median of five kills.
+
+Runs the quickstart's real roles (torch, transformers, reasoning-gym) on the local cluster of this machine; the run's own
+fault plan kills rollouts by SIGKILL of their process group. Prints a table, and one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rrl.benchmarks._table import print_table
+from rrl.spec.rundir import RUNS_ENV
+
+KILLS = 5
+APART = 40
+"""steps between two kills"""
+STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
+        job = Path(folder) / "job.toml"
+        job.write_text(_job())
+        env = {**os.environ, RUNS_ENV: f"{folder}/runs"}
+        rrl = str(Path(sys.executable).parent / "rrl")
+        out = subprocess.run([rrl, "submit", "--wait", "--json", str(job)], env=env, capture_output=True, text=True)
+        if out.returncode:
+            raise SystemExit(f"the run failed:\n{out.stdout}{out.stderr}")
+        summary = next(Path(folder).glob("runs/*/summary.json"))
+        recoveries = [r for r in json.loads(summary.read_text())["recoveries"] if r["injected"]]
+    whole = [r for r in recoveries if r["total_s"] is not None]
+    if len(whole) < KILLS:
+        raise SystemExit(f"only {len(whole)} of {KILLS} kills were recovered from before the run ended")
+    medians = {stage: round(statistics.median(r[stage] for r in whole), 3) for stage in STAGES}
+    rows = [[r["replica"], *(f"{r[stage]:.3f}" for stage in STAGES)] for r in whole]
+    rows.append(["median", *(f"{medians[stage]:.3f}" for stage in STAGES)])
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; local cluster, torch engine")
+    print_table(["killed", *STAGES], rows)
+    print(json.dumps({"kills": len(whole), **medians}))
+
+
+def _job() -> str:
+    """The quickstart with a fault plan of its own: rollouts in turn."""
+    toml = QUICKSTART.read_text().partition("[[faults]]")[0]
+    steps = (KILLS + 2) * APART
+    toml = toml.replace("steps = 260", f"steps = {steps}")
+    assert f"steps = {steps}" in toml, "the quickstart's number of steps is not where this program expects it"
+    faults = [
+        f'[[faults]]\nkind = "kill"\ntarget = "rollout/{i % 2}"\nat_step = {APART * (i + 1)}\n' for i in range(KILLS)
+    ]
+    return toml + "\n".join(faults)
+
+
+if __name__ == "__main__":
+    main()

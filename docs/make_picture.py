@@ -1,0 +1,91 @@
+"""docs/status.svg: the status view of a real run, shortly after a killed rollout came back.
+
+    .venv/bin/python -m rrl.docs.make_picture ~/rrl-runs/quickstart-1120-072205
+
+Nothing in it is staged: the run's journal is folded up to that moment and drawn by the view that ``rrl status`` draws
+with. Any run will do in which a rollout died and came back; ``make demo`` leaves one.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.terminal_theme import TerminalTheme
+
+from rrl.cli.views.status import status_view
+from rrl.manager import events as ev
+from rrl.manager.journal import replay
+from rrl.manager.state import State, fold, workers
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import role_of
+
+PICTURE = Path(__file__).parent / "status.svg"
+COLUMNS = 96
+PATIENCE = 1.0
+"""s after the moment: no reader should have to decipher spans of 0s"""
+_THEME = TerminalTheme(
+    (30, 32, 38), (216, 218, 224),
+    [(30, 32, 38), (240, 98, 98), (126, 200, 126), (229, 192, 96), (104, 160, 240), (198, 130, 226), (86, 194, 206),
+     (216, 218, 224)],
+    [(128, 134, 146), (240, 98, 98), (126, 200, 126), (229, 192, 96), (104, 160, 240), (198, 130, 226), (86, 194, 206),
+     (255, 255, 255)],
+)  # fmt: skip
+_SVG = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="rrl status: a rollout was killed and has come back">
+<style>
+.{unique_id}-matrix {{
+  font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width;
+}}
+.{unique_id}-title {{ font-size: 18px; font-family: system-ui, sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+"""rich's frame without its web font: a picture in a README loads nothing from elsewhere"""
+
+
+def moment(run: RunDir) -> State:
+    """The first state in which a replaced rollout has worked and all rollouts generate. Raises LookupError."""
+    state: State | None = None
+    back = False
+    for stamped in replay(run):
+        state, event = fold(state, stamped), stamped.event
+        if isinstance(event, ev.FirstWorkDone) and role_of(event.life.replica) == "rollout":
+            back = back or event.life.incarnation > 1
+        if back and all(r.phase == "generate" and r.waits_for is None for r in workers(state) if r.role == "rollout"):
+            return state
+    raise LookupError(f"{run.path}: no rollout was replaced in this run and worked again")
+
+
+def picture(state: State) -> str:
+    """SVG, the same for the same state."""
+    screen = Console(file=io.StringIO(), record=True, width=COLUMNS + 4, force_terminal=True, color_system="truecolor",
+                     markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={})  # fmt: skip
+    screen.print(Padding(status_view(state, state.at + PATIENCE, COLUMNS), (1, 2)))
+    return screen.export_svg(title="rrl status", theme=_THEME, code_format=_SVG, unique_id="rrl")
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m {__spec__.name if __spec__ else 'rrl.docs.make_picture'} RUN_DIRECTORY")
+    PICTURE.write_text(picture(moment(RunDir(Path(sys.argv[1]).absolute()))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
