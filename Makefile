@@ -14,8 +14,10 @@ setup: .venv/.ready
 	mkdir -p .venv/src && ln -sfn ../.. .venv/src/rrl
 	touch $@
 
+# The run's summary.json is printed last.
 demo: setup
 	$(BIN)/rrl submit --wait examples/quickstart.toml
+	@cat "$$(ls -td "$${RRL_RUNS_DIR:-$$HOME/rrl-runs}"/quickstart-*/ | head -1)summary.json"
 
 slurm: setup
 	$(BIN)/python -m rrl.tests.lab.slurm install
@@ -23,8 +25,9 @@ slurm: setup
 demo-slurm: slurm
 	$(BIN)/python -m rrl.tests.lab.demo
 
+# Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
 test: setup
-	$(BIN)/python -m rrl.tests.lab.slurm install || test -z "$$RRL_REQUIRE_SLURM"
+	-@$(BIN)/python -m rrl.tests.lab.slurm install
 	$(BIN)/python -m pytest
 
 check: setup

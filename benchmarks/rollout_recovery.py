@@ -1,6 +1,6 @@
 """A rollout is killed → its replacement generates again: every stage apart, from the journal, median of five kills.
 
-Runs the quickstart's real roles (torch, transformers, reasoning-gym) on the local cluster of this machine; the run's own
+Runs the quickstart's real roles (torch, transformers, reasoning-gym) on this machine's local cluster; the run's own
 fault plan kills rollouts by SIGKILL of their process group. Prints a table, and one JSON object as its last line.
 """
 

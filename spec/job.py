@@ -139,9 +139,9 @@ class TaskTable(_Table):
     dataset: str | None = None
     """name of a reasoning-gym dataset"""
     args: dict[str, Any] = {}
-    """its arguments"""
+    """arguments of the dataset, or of the function, which is called with ``seed`` too"""
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """``module:function``, importable from the folder of job.toml; returns an object with prompt, score and answer"""
+    """``module:function`` in the folder of job.toml; makes an object with ``prompt(i)``, ``answer(i)``, ``score(i, text)``"""
     prompt: Annotated[str, AfterValidator(_format_string)] = "{question}"
     """a format string over the fields of a dataset's item"""
     size: Annotated[int, Field(ge=1)] = 200_000
@@ -172,7 +172,7 @@ class SamplingTable(_Table):
 
 
 class _Role(_Table):
-    """What every role has."""
+    """What every role has; its own table adds to it, and may change a default."""
 
     replicas: _Count = 1
     """how many of them; each is watched, fenced and replaced for itself"""
@@ -187,7 +187,7 @@ class _Role(_Table):
     exclusive: bool = False
     """take a node of its own"""
     env: Annotated[dict[str, str], AfterValidator(_environment)] = {}
-    """environment variables of its processes, besides those of rrl submit"""
+    """environment variables of its processes; of your shell only PATH, HOME and the like are passed on"""
     command: _Strings | None = None
     """your own program, using rrl.join(); replaces the built-in one"""
 
@@ -328,7 +328,7 @@ class Job(_Table):
     run: RunTable
     cluster: ClusterTable = ClusterTable()
     slurm: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
-    """any sbatch option, name without dashes, value as text, number or true: passed on as it is"""
+    """Any sbatch option, passed on as it is: ``partition = "gpu"``, ``account = "..."``; true stands for a flag."""
     model: ModelTable
     task: TaskTable
     sampling: SamplingTable = SamplingTable()

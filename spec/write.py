@@ -31,7 +31,7 @@ def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
     if plain and path:
         yield f"\n[{'.'.join(path)}]"
     for name, field, value in plain:
-        yield f"{name} = {_field(field, value)}"
+        yield f"{name} = {field_text(field, value)}"
     for name, _, value in fields:
         if isinstance(value, BaseModel):
             yield from _table(value, (*path, name))
@@ -45,7 +45,8 @@ def _tables(value: Any) -> bool:
     return isinstance(value, BaseModel) or (isinstance(value, tuple) and any(isinstance(v, BaseModel) for v in value))
 
 
-def _field(field: FieldInfo, value: Any) -> str:
+def field_text(field: FieldInfo, value: Any) -> str:
+    """A value of that field as job.toml has it, durations and sizes with their units."""
     if DURATION in field.metadata:
         return _value(duration_text(value))
     return _value(size_text(value)) if SIZE in field.metadata else _value(value)

@@ -65,6 +65,8 @@ class Site:
         self.records: list[Stamped] = []
         """of all managers"""
         self.managers = 0
+        self.journals: list[Journal] = []
+        """open ones"""
         self.listener: FakeListener | None = None
         self.now: Mortal = Mortal()
         """the manager of now"""
@@ -92,6 +94,8 @@ class Site:
                 for task in rest:
                     task.cancel()
                 await asyncio.gather(*rest, return_exceptions=True)
+                for journal in list(self.journals):
+                    journal.close()
                 self._in_between()
 
     def _in_between(self) -> None:
@@ -372,6 +376,10 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
     mortals = site
 
     class MortalJournal(Journal):
+        def __init__(self, run: RunDir, epoch: int) -> None:
+            super().__init__(run, epoch)
+            mortals.journals.append(self)
+
         def append(self, stamped: Stamped) -> None:
             if not mortals.now.dead:
                 mortals.record(self, stamped)
@@ -383,6 +391,10 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
         def rotate(self, state: State) -> None:
             if not mortals.now.dead:
                 super().rotate(state)
+
+        def close(self) -> None:
+            mortals.journals.remove(self)
+            super().close()
 
     class MortalLease(Lease):
         def renew(self) -> None:
