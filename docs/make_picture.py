@@ -35,7 +35,8 @@ _THEME = TerminalTheme(
      (255, 255, 255)],
 )  # fmt: skip
 _SVG = """\
-<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="rrl status: a rollout was killed and has come back">
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
+<title>rrl status: a rollout was killed and has come back</title>
 <style>
 .{unique_id}-matrix {{
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;

@@ -1,4 +1,6 @@
-"""docs/job.md: every key of job.toml, drawn from spec/job.py. ``.venv/bin/python -m rrl.docs.make_reference`` writes it.
+"""docs/job.md: every key of job.toml, drawn from spec/job.py.
+
+    .venv/bin/python -m rrl.docs.make_reference
 
 A key's meaning is the line under its field; a test (tests/house/test_docs.py) holds the page to the code.
 """
@@ -31,8 +33,8 @@ _INTRODUCTION = """\
 Made from `spec/job.py` by `.venv/bin/python -m rrl.docs.make_reference`; do not edit.
 
 `rrl check job.toml` validates a file, prints it with every default filled in, and shows what would be submitted.
-An unknown key is an error that names the file, the line, and the nearest valid key. `examples/quickstart.toml` is a whole
-job. Only `[run]`, `[model.tokenizer]` and `[task]` have keys without a default.
+An unknown key is an error that names the file, the line, and the nearest valid key. A job needs `[run]`,
+`[model.tokenizer]` and `[task]`; everything else has a default. `examples/quickstart.toml` is a whole one.
 
 - **duration**: text with its unit, `"500ms"`, `"90s"`, `"15min"`, `"2h"`, `"1d"`, or Slurm's `"1-12:00:00"`
 - **size**: text with its unit, `"512MiB"`, `"16GiB"`, `"16GB"`
@@ -50,7 +52,7 @@ def undescribed() -> list[str]:
 
 
 def _table(model: type[BaseModel], path: tuple[str, ...], many: bool = False) -> list[str]:
-    """The table of ``model`` at ``path``, then those in it. A key that a role shares with all others is not repeated."""
+    """The table of ``model`` at ``path``, then those in it. What a role shares with all others is not repeated."""
     rows: list[str] = []
     below: list[str] = []
     for name, field in model.model_fields.items():

@@ -51,7 +51,8 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
                 continue
             due = now - intent.at > state.job.limits.quiet
             if misses.gone(tag, tag in observed.steps or not due):
-                events.append(Done(tag, False, "its step never appeared"))
+                unheard = intent.at < state.managed_since  # who meant to launch it died over it
+                events.append(Done(tag, False, "its step never appeared", unheard))
     for name, seen_node in (observed.nodes or {}).items():
         node = state.nodes.get(name)
         if node is not None and node.seen != seen_node:

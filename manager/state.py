@@ -148,6 +148,8 @@ class State(Struct, frozen=True):
     ended: float | None = None
     host: str = ""
     """where the manager runs"""
+    managed_since: float = 0.0
+    """when it started"""
     step: int = 0
     """newest committed trainer step"""
     metrics: dict[str, float] = {}
@@ -234,7 +236,7 @@ def _about(fold_one: _Fold) -> _Fold:
 
 
 def _manager_started(state: State, at: float, event: ev.ManagerStarted) -> State:
-    return _with(state, host=event.host)
+    return _with(state, host=event.host, managed_since=at)
 
 
 def _manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State:
@@ -276,6 +278,7 @@ def _done(state: State, at: float, event: ev.Done) -> State:
     action = intended.action
     if event.ok:
         if isinstance(action, StopStep):
+            state = _settled_launch(state, action.step)  # whatever of it may still come is sent away
             return _with(state, lingering=_without(state.lingering, action.step))
         return state
     if isinstance(action, Request):  # certainly not done: nothing of it exists
@@ -283,6 +286,8 @@ def _done(state: State, at: float, event: ev.Done) -> State:
         refusals = (*recent, Refusal(action.ask.tag, at, event.detail, event.unheard))
         return _with(state, allocations=_without(state.allocations, action.ask.tag), refusals=refusals)
     if isinstance(action, Launch) and state.believed(action.life):
+        if event.unheard:  # nobody's failure but the manager's: it is made up for where it was meant to be
+            return _replica(state, action.life.replica, status=Status.WANTED, since=at, prefer=action.node)
         return _failed(state, at, action.life.replica, Status.WANTED)
     if isinstance(action, Release):
         return _allocation(state, action.allocation, releasing=False, not_before=at + RELEASE_PAUSE)
@@ -337,6 +342,7 @@ def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) ->
             allocations=_without(state.allocations, event.tag),
             nodes=_left(state.nodes, event.tag, ()),
             lingering={tag: one for tag, one in state.lingering.items() if one.allocation != event.tag},
+            intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
         )
     held = msgspec.structs.replace(held, seen=event.seen)
     nodes = _left(state.nodes, event.tag, event.seen.nodes)
@@ -346,6 +352,10 @@ def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) ->
             node = msgspec.structs.replace(node, allocation=event.tag, seen=None)
         nodes[name] = node
     return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes)
+
+
+def _launches_into(action: Outside, allocation: str) -> bool:
+    return isinstance(action, Launch) and action.allocation == allocation
 
 
 def _left(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:

@@ -141,7 +141,7 @@ class TaskTable(_Table):
     args: dict[str, Any] = {}
     """arguments of the dataset, or of the function, which is called with ``seed`` too"""
     function: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """``module:function`` in the folder of job.toml; makes an object with ``prompt(i)``, ``answer(i)``, ``score(i, text)``"""
+    """``module:function``, importable from the folder of job.toml; returns an object with prompt, score and answer"""
     prompt: Annotated[str, AfterValidator(_format_string)] = "{question}"
     """a format string over the fields of a dataset's item"""
     size: Annotated[int, Field(ge=1)] = 200_000

@@ -13,7 +13,7 @@ from rrl.spec.faults import Fault
 from rrl.spec.words import Finding, Life, NodeName, ReplicaId, Version
 
 PROTOCOL = 1
-"""Version of this conversation; a peer of another version is answered ``Fenced`` with the reason."""
+"""Version of this conversation; what a peer of another version says is dropped and counted."""
 
 
 # ── upwards ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -30,8 +30,8 @@ class Plan(Struct, frozen=True):
 
 def plan(state: State, now: float) -> Plan:
     """Decisions first: they change what the other concerns see, so the caller folds them in and plans again."""
-    if state.outcome is not None:
-        return Plan()
+    if state.outcome is not None:  # its manager died over the last record
+        return Plan(over=True)
     ended, ending_wake, over = finish(state, now)
     if state.verdict is not None or ended:
         return Plan(tuple(ended), ending_wake, over)

@@ -35,6 +35,10 @@ class Engine(Protocol):
         exactly once, with its last segment or without any when it had nowhere to grow.
         """
 
+    def drop(self, trajectories: Iterable[int]) -> None:
+        """Work no more on these, of those that ``generate`` is growing: they are somebody else's by now. They are not
+        reported finished. Others are no error."""
+
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take over a complete set of weights. Also between two results of ``generate``: the next segments are of the
         new version. The tensors may be views of memory that goes away afterwards: they are copied.

@@ -24,7 +24,7 @@ def main() -> None:
                     engine.probe()
             with me.phase("generate"):
                 for segments, finished in engine.generate(work.items, sampling):
-                    work.append(segments, finished)
+                    engine.drop(work.append(segments, finished))
         engine.close()
 
 

@@ -34,11 +34,13 @@ class TorchEngine:
         self._eos = eos
         self._chance = torch.Generator().manual_seed(seed)
         self._version: Version | None = None
+        self._dropped: set[int] = set()
 
     def generate(self, items: Sequence[Item], sampling: Sampling) -> Iterator[Grown]:
         """See :class:`rrl.roles.rollout.engine.Engine`. Raises RuntimeError before the first :meth:`load`."""
         if self._version is None:
             raise RuntimeError("no weights were loaded yet")
+        self._dropped.clear()
         rows = [_Row(item) for item in items]
         nowhere_to_grow = [row.trajectory for row in rows if row.ended(self._eos)]
         if nowhere_to_grow:
@@ -49,11 +51,16 @@ class TorchEngine:
             if flight is None or flight.version != self._version:
                 flight = _Flight(rows, self._version)
             segments = self._grow(flight, rows, sampling)
-            alive = [place for place, row in enumerate(rows) if not row.ended(self._eos)]
             yield segments, [row.trajectory for row in rows if row.ended(self._eos)]
+            gone = self._dropped
+            alive = [n for n, row in enumerate(rows) if not row.ended(self._eos) and row.trajectory not in gone]
             if len(alive) < len(rows):
                 rows = [rows[place] for place in alive]
                 flight.keep(alive)
+
+    def drop(self, trajectories: Iterable[int]) -> None:
+        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        self._dropped.update(trajectories)
 
     def _grow(self, flight: _Flight, rows: Sequence[_Row], sampling: Sampling) -> list[Segment]:
         tokens, logprobs = self._decode(flight, torch.tensor([row.left for row in rows]), sampling)

@@ -7,7 +7,7 @@ that it does afterwards reaches the site. Files are real.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from rrl.manager.cluster import (
     Observed,
     Refused,
     Step,
+    Unanswered,
 )  # fmt: skip
 from rrl.manager.events import Stamped
 from rrl.manager.journal import Journal
@@ -48,28 +49,45 @@ class Killed(BaseException):
 
 
 class Site:
-    """``crash_at``: when this trainer step is committed, the node of rollout/1 dies. ``kill_at``: the manager dies
-    over its so-manieth record, ``before`` it is written or just after."""
+    """``crash_at``: when this trainer step is committed, the node of rollout/1 dies; ``cancel_at``: somebody cancels
+    the run. ``kill_at``: the manager dies
+    over the run's so-manieth record, ``before`` it is written or just after it was made durable."""
 
-    def __init__(self, run: RunDir, job: JobView, nodes: int, crash_at: int = -1) -> None:
-        self.run, self.job, self.crash_at = run, job, crash_at
+    def __init__(self, run: RunDir, job: JobView, nodes: int, crash_at: int = -1, cancel_at: int = -1) -> None:
+        self.run, self.job, self.crash_at, self.cancel_at = run, job, crash_at, cancel_at
         self.free = [NodeName(f"n{i}") for i in range(1, nodes + 1)]
         self.allocations: dict[str, tuple[NodeName, ...]] = {}
         self.granted: list[str] = []
         self.launched: list[str] = []
+        self.started: list[str] = []
+        """of the launched, those that ran: on a dead node nothing does"""
         self.dead_nodes: set[NodeName] = set()
         self.actors: dict[str, Actor] = {}
         """by step tag: everything that runs"""
         self.committed = 0
         self.kill_at, self.before = -1, False
+        self.kill_every = 0
+        """each manager dies over its so-manieth record"""
         self.records: list[Stamped] = []
         """of all managers"""
+        self.lose_answers = False
+        """what is asked is done, and nobody hears of it"""
+        self.deaf = 0
+        """so many asks are neither done nor answered"""
+        self.blink = False
+        """every second look misses allocations and steps, or cannot be read"""
+        self.looks = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+        """what happens while there is no manager"""
+        self.gap = 1.0
+        """s before the next manager is started"""
         self.managers = 0
         self.journals: list[Journal] = []
         """open ones"""
         self.listener: FakeListener | None = None
         self.now: Mortal = Mortal()
         """the manager of now"""
+        self._written = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # ── managers come and go ─────────────────────────────────────────────────────────────────────────────────────────
@@ -79,7 +97,7 @@ class Site:
         async with asyncio.timeout(patience):
             while True:
                 self.managers += 1
-                self.now = Mortal()
+                self.now, self._written = Mortal(), 0
                 manager = runtime.Manager(self.run, FakeCluster(self, self.now), self.job, str(self.run.job_toml), "x")
                 work = asyncio.create_task(manager.run())
                 died = asyncio.create_task(self.now.died.wait())
@@ -96,19 +114,19 @@ class Site:
                 await asyncio.gather(*rest, return_exceptions=True)
                 for journal in list(self.journals):
                     journal.close()
-                self._in_between()
-
-    def _in_between(self) -> None:
-        """For tests that do something while there is no manager."""
+                await asyncio.sleep(self.gap)
+                self.meanwhile()
 
     def record(self, journal: Journal, stamped: Stamped) -> None:
         """Called by the journal for each record; the manager may die of it."""
-        count = len(self.records) + 1
-        if self.before and count == self.kill_at:
+        self._written += 1
+        fatal = len(self.records) + 1 == self.kill_at or self._written == self.kill_every
+        if fatal and self.before:
+            self.kill_at = -1
             self.now.die()
         Journal.append(journal, stamped)
         self.records.append(stamped)
-        if not self.before and count == self.kill_at:
+        if fatal:
             Journal.flush(journal)
             self.now.die()
 
@@ -134,9 +152,13 @@ class Site:
         if step.node not in self.allocations.get(step.allocation, ()):
             raise Refused(f"{step.node} is not in {step.allocation}")
         if step.node not in self.dead_nodes:
+            self.started.append(step.tag)
             self.actors[step.tag] = Actor(self, step.tag, read_launch(step.launch_file).life, step.node)
 
     def observe(self) -> Observed:
+        self.looks += 1
+        if self.blink and self.looks % 2:
+            return Observed({}, {}, {}) if self.looks % 4 == 1 else Observed(None, None, None, "timed out")
         seen = {tag: AllocationSeen(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
         nodes = {node: NodeSeen(NodeState.UP) for held in self.allocations.values() for node in held}
         return Observed(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
@@ -163,6 +185,9 @@ class Site:
         self.committed += 1
         if self.committed == self.crash_at:
             self.crash(self.working()[ReplicaId("rollout/1")][-1].node)
+        if self.committed == self.cancel_at:
+            letter = msgspec.json.encode({"command": "cancel", "by": "ada"})
+            write_atomically(self.run.mailbox / "letter.json", letter)
 
     def crash(self, node: NodeName) -> None:
         self.dead_nodes.add(node)
@@ -338,10 +363,21 @@ class FakeCluster:
         if self._mortal.dead:
             await asyncio.Event().wait()
 
+    async def _back(self) -> None:
+        await self._on_the_way()
+        if self._site.lose_answers:
+            raise Unanswered("timed out")
+
+    async def _there(self) -> None:
+        await self._on_the_way()
+        if self._site.deaf:
+            self._site.deaf -= 1
+            raise Unanswered("timed out")
+
     async def request(self, ask: Ask) -> None:
-        await self._on_the_way()
+        await self._there()
         self._site.request(ask)
-        await self._on_the_way()
+        await self._back()
 
     async def release(self, tag: str) -> None:
         await self._on_the_way()
@@ -349,9 +385,9 @@ class FakeCluster:
         await self._on_the_way()
 
     async def launch(self, step: Step) -> None:
-        await self._on_the_way()
+        await self._there()
         self._site.launch(step)
-        await self._on_the_way()
+        await self._back()
 
     async def joined(self, tag: str) -> None:
         pass

@@ -565,10 +565,11 @@ def test_nothing_is_launched_or_set_off_once_the_end_is_decided() -> None:
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
-def test_a_run_that_has_ended_is_not_planned_for() -> None:
+def test_a_run_that_has_ended_is_over_and_not_planned_for() -> None:
     world = World(job()).steady()
+    world.kill(R0)
     state = fold(world.state, ev.Stamped(99999, world.now, 1, ev.RunEnded(Outcome.FAILED, "")))
-    assert plan(state, world.now).actions == Plan().actions == ()
+    assert plan(state, world.now) == Plan(over=True)
 
 
 def test_replicas_of_a_role_start_in_order_on_nodes_in_natural_order() -> None:

@@ -58,7 +58,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("steps = 10", 'steps = 10\n"a b" = 1', 'job.toml:4: run."a b": unknown key; known here: name, steps, seed'),
     ("steps = 10\n", "", "job.toml:1: run.steps: missing; add steps = ... in [run]"
      " (optimizer steps after which the run is complete)"),
-    ("at_step = 5\n", "", "job.toml:20: faults[0].at_step: missing; add at_step = ... in [[faults]]"),
+    ("at_step = 5\n", "", "job.toml:20: faults[0].at_step: missing; add at_step = ... in [[faults]]"
+     " (performed once the trainer has committed this step)"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', "",
      "job.toml: model: missing; add a table [model] with tokenizer.pieces"),
     ("steps = 10", 'steps = "10"', 'job.toml:3: run.steps: must be a whole number, not "10"'),

@@ -47,7 +47,7 @@ _ABORT_NS = 10**10
 class _Runtime:
     """ucxx's context, one per process: started by the first pipe, shut down by the last.
 
-    Its notifier thread belongs to one asyncio loop and would keep the process from ending.
+    Its notifier thread belongs to one asyncio loop.
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ class _Runtime:
                 for name, value in SETTINGS.items():
                     os.environ.setdefault(name, value)
                 try:
+                    import ucxx  # noqa: F401
                     from ucxx._lib_async.application_context import ApplicationContext
                 except ImportError as error:
                     raise ImportError(f"the ucx pipe needs ucxx: pip install 'rrl-slurm[ucx]' ({error})") from error
@@ -155,7 +156,8 @@ class _UcxLine:
 class UcxPipe:
     """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``ucx://host:port``.
 
-    To be made in the loop that uses it, and to be closed. Raises ImportError when ucxx is not installed.
+    To be made in the loop that uses it, and to be closed: else ucxx's notifier thread keeps the process from ending,
+    unless that loop runs in a daemon thread. Raises ImportError when ucxx is not installed.
     """
 
     kind = "ucx"

@@ -150,6 +150,22 @@ def test_running_trajectories_survive_new_weights_and_say_which_made_each_segmen
         assert _difference(expected, late.logprobs).max() < 1e-4
 
 
+def test_a_dropped_trajectory_grows_no_more_and_the_others_are_untouched_by_it() -> None:
+    engine = _endless()
+    items = [_item(n, length=3 + n, max_new=6) for n in range(3)]
+    expected = harness.roll_out(engine, items, Sampling(segment_tokens=2, greedy=True))
+    growing = engine.generate(items, Sampling(segment_tokens=2, greedy=True))
+    first, _ = next(growing)
+    engine.drop([1, 77])
+    rest = list(growing)
+    assert [each.trajectory for each in first] == [0, 1, 2]
+    assert [[each.trajectory for each in segments] for segments, _ in rest] == [[0, 2], [0, 2]]
+    assert rest[-1][1] == [0, 2]
+    assert [each.tokens for each in rest[-1][0]] == [expected[n][-1].tokens for n in (0, 2)]
+    # It was for that one generation.
+    assert harness.roll_out(engine, items, Sampling(segment_tokens=2, greedy=True)) == expected
+
+
 def test_lives_sample_differently_and_a_seed_repeats() -> None:
     items = [_item(n, max_new=8) for n in range(8)]
     lives = [Life(ReplicaId("rollout/0"), 1), Life(ReplicaId("rollout/0"), 2), Life(ReplicaId("rollout/1"), 1)]

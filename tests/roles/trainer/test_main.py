@@ -218,14 +218,16 @@ def test_a_fresh_trainer_learns_the_answers_of_other_items_than_the_runs_before_
 
 
 class _Work:
-    def __init__(self, items: tuple[Item, ...]) -> None:
+    def __init__(self, items: tuple[Item, ...], lost: tuple[int, ...] = ()) -> None:
         self.items = items
+        self.lost = lost
         self.segments: list[Segment] = []
         self.finished: list[int] = []
 
-    def append(self, segments: Sequence[Segment], finished: Sequence[int]) -> None:
+    def append(self, segments: Sequence[Segment], finished: Sequence[int]) -> tuple[int, ...]:
         self.segments += segments
         self.finished += finished
+        return self.lost
 
 
 class _RolloutWorker(_Worker):
@@ -262,3 +264,16 @@ def test_a_rollout_loads_new_weights_before_it_works_and_hands_over_every_segmen
         assert sorted(work.finished) == [0, 1, 2, 3, 4, 5]
         assert max(len(each.tokens) for each in work.segments) == 2
     assert works[0].segments != works[1].segments  # it goes on sampling, it does not repeat itself
+
+
+def test_a_rollout_stops_working_on_what_is_no_longer_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_dir = _run_dir(tmp_path / "run")
+    trainer = _train(monkeypatch, _Worker("trainer/0", 1, run_dir, {}), [])
+    work = _Work(tuple(Item(n, n, (2, 3, 4), (), 60) for n in range(20)), lost=tuple(range(19)))
+    worker = _RolloutWorker(run_dir, [(trainer.published[0], work)])
+    monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
+    rollout_main.main()
+    assert max(segment.offset for segment in work.segments if segment.trajectory != 19) == 0
+    assert 19 in work.finished

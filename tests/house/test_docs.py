@@ -1,0 +1,218 @@
+"""What the pages say exists: commands, flags, make targets, files; and the README's programs fit the worker API."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from rrl import Worker
+from rrl.cli.commands import app
+from rrl.docs import make_picture, make_reference
+from rrl.roles.trajectories.types import Batch
+from rrl.roles.worker import NewWeights, Work
+from rrl.spec.job import Job
+from rrl.tests.cli.story import BEGAN, Story
+from rrl.tests.lab.runs import LIGHT, TestRun, check_sound, light_job, submit_here
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+_LATER = re.compile(r"^## [^\n]*\b(not there yet|not do yet)\b.*?(?=^## |\Z)", re.IGNORECASE | re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _code(page: Path) -> Iterator[str]:
+    """Every line of code on a page, but for what is said to be missing."""
+    text = _LATER.sub("", page.read_text())
+    for language, block in _FENCED.findall(text):
+        if language != "python":
+            yield from block.splitlines()
+    yield from _INLINE.findall(_FENCED.sub("", text))
+
+
+def _commands(page: Path, program: str) -> Iterator[list[str]]:
+    """The arguments of each call of ``program``; what follows #, |, ; or an arrow is no argument."""
+    for line in _code(page):
+        if match := re.match(rf"(?:\S*/)?{program} +(.*)", line.strip()):
+            yield shlex.split(re.split(r"\s+[#|;─◄►]", match[1])[0])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_command_and_flag_that_a_page_names_exists(page: Path) -> None:
+    group = typer.main.get_group(app)
+    for arguments in _commands(page, "rrl"):
+        flags = {option for one in group.params for option in one.opts} | {"--help"}
+        if not arguments[0].startswith("-"):
+            assert arguments[0] in group.commands, f"{_id(page)}: rrl {' '.join(arguments)}"
+            command = group.commands[arguments[0]]
+            flags = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help"}
+        assert not [word for word in arguments if word.startswith("-") and word not in flags], f"{page}: {arguments}"
+
+
+def test_every_flag_in_the_prose_of_the_readme_belongs_to_some_command() -> None:
+    group = typer.main.get_group(app)
+    flags = {option for one in group.commands.values() for parameter in one.params for option in parameter.opts}
+    named = re.findall(r"(?<!\S)`?(--[a-z-]+)", _LATER.sub("", (ROOT / "README.md").read_text()))
+    assert named
+    assert set(named) <= flags | {"--help", "--version"}
+
+
+def test_the_readme_shows_every_command_that_the_help_shows() -> None:
+    shown = {name for name, one in typer.main.get_group(app).commands.items() if not one.hidden}
+    assert shown <= {arguments[0] for arguments in _commands(ROOT / "README.md", "rrl")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for arguments in _commands(page, "make"):
+        assert set(arguments) <= targets, f"{_id(page)}: make {' '.join(arguments)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    text = _LATER.sub("", page.read_text())
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    links = [page.parent / target for target in _LINK.findall(text)]
+    named = [ROOT / name for name in _INLINE.findall(_FENCED.sub("", text))
+             if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", name) and name.partition("/")[0] in folders]  # fmt: skip
+    assert not [path for path in links + named if not path.exists()]
+
+
+# ── the generated pages ────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_reference_of_job_toml_is_that_of_the_code() -> None:
+    assert make_reference.PAGE.read_text() == make_reference.reference(), make_reference.__doc__
+
+
+def test_every_key_of_job_toml_is_explained() -> None:
+    assert make_reference.undescribed() == []
+
+
+def test_the_reference_has_every_table_of_job_toml() -> None:
+    tables = set(re.findall(r"^## `\[+([a-z.]+)\]+`", make_reference.reference(), re.MULTILINE))
+    assert tables >= (set(Job.model_fields) - {"roles"}) | {f"roles.{name}" for name in ("trainer", "rollout")}
+
+
+def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
+    story = Story().works().recovers("rollout/0")
+    state = make_picture.moment(story.written(tmp_path))
+    assert (state.replica(story.life("rollout/0").replica).incarnation, state.at) == (2, BEGAN + story.at)
+    drawn = make_picture.picture(state)
+    assert "works" in drawn
+    assert "http" not in drawn.replace("http://www.w3.org/", ""), "the picture loads something from elsewhere"
+
+
+def test_there_is_no_picture_of_a_run_in_which_nothing_failed(tmp_path: Path) -> None:
+    with pytest.raises(LookupError):
+        make_picture.moment(Story().works().written(tmp_path))
+
+
+# ── the README's programs ──────────────────────────────────────────────────────────────────────────────────────────
+_HELD = {"me": Worker, "work": Work, "new": NewWeights, "batch": Batch}
+"""what the variables of the README's programs are"""
+
+
+def _programs() -> list[str]:
+    return [block for language, block in _FENCED.findall((ROOT / "README.md").read_text()) if language == "python"]
+
+
+def _attributes(kind: type) -> set[str]:
+    """What an instance has: what its class has, and what its ``__init__`` sets."""
+    body = ast.walk(ast.parse(inspect.getsource(kind)))
+    made = {one.attr for one in body if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)}
+    return set(dir(kind)) | made
+
+
+def _used(program: str) -> Iterator[tuple[str, ast.Attribute]]:
+    """What a program takes of its variables whose kind is known."""
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in _HELD:
+            yield node.value.id, node
+
+
+@pytest.mark.parametrize("program", _programs(), ids=["trainer", "rollout"])
+def test_a_program_of_the_readme_uses_what_the_worker_api_has(program: str) -> None:
+    used = [(name, node.attr) for name, node in _used(program)]
+    assert ("me", "phase") in used
+    assert not [f"{name}.{attribute}" for name, attribute in used if attribute not in _attributes(_HELD[name])]
+    assert len([line for line in program.splitlines() if line.strip()]) <= 16
+
+
+@pytest.mark.parametrize("program", _programs(), ids=["trainer", "rollout"])
+def test_a_program_of_the_readme_calls_the_worker_api_as_it_is(program: str) -> None:
+    for call in [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)]:
+        match call.func:
+            case ast.Attribute(value=ast.Name(id=name), attr=method) if name in _HELD:
+                named = {one.arg or "": one for one in call.keywords}
+                inspect.signature(getattr(_HELD[name], method)).bind(None, *call.args, **named)
+
+
+_MY_CODE = """
+import os
+import torch
+from rrl.roles.trajectories.types import Segment
+
+
+class Trainer:
+    def __init__(self, manifest):
+        self.weight = torch.zeros(3)
+
+    def state_dict(self):
+        return {"weight": self.weight}
+
+    def update(self, trajectories):
+        self.weight += 1
+        return 0.5
+
+    def save(self, folder):
+        path = folder / "weight.pt"
+        with path.open("xb") as file:
+            torch.save(self.weight, file)
+            os.fsync(file.fileno())
+        return [path]
+
+
+class Engine:
+    def load(self, version, tensors):
+        self.version, self.weight = version, dict(tensors)["weight"].clone()
+        assert (self.weight == version.step).all()
+
+    def generate(self, items):
+        for item in items:
+            done = sum(len(segment.tokens) for segment in item.so_far)
+            tokens = (*[item.prompt[0]] * 4, 1)[done:]
+            logprobs = (-1.0,) * len(tokens)
+            yield [Segment(item.trajectory, done, tokens, logprobs, self.version)], [item.trajectory]
+"""
+"""the least that the README's programs could be used with; the light task wants the prompt's digit four times"""
+
+
+@pytest.mark.torch
+def test_the_programs_of_the_readme_train_a_run_as_they_stand(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    trainer, rollout = _programs()
+    toml = light_job("local", 3)
+    for light, program in (("light_trainer.py", trainer), ("light_rollout.py", rollout)):
+        name = light.replace("light", "my")
+        (tmp_path / name).write_text(program)
+        toml = toml.replace(f"{LIGHT}/{light}", name)
+    (tmp_path / "my_code.py").write_text(_MY_CODE)
+    assert f'command = ["{sys.executable}", "my_trainer.py"]' in toml
+    run: TestRun = submit_here(tmp_path, toml)
+    state = run.wait_end()
+    assert (state.outcome, state.step, state.metrics) == ("completed", 3, {"loss": 0.5, "reward": 1.0}), state.why
+    run.wait_gone()
+    check_sound(run.run)

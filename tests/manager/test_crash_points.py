@@ -1,0 +1,199 @@
+"""The manager may die over any record; the run ends as if it had not, with nothing doubled and nothing left behind.
+
+The real manager (journal, lease, settling, executor, detectors, planner) runs in :class:`Site` in virtual time: a
+rollout is killed by a planned fault, a node dies and is replaced by another allocation, the run completes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+import pytest
+from msgspec import Struct
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Outside, Request
+from rrl.manager.journal import read_state, replay
+from rrl.manager.state import State, fold
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.jobview import Limits
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Outcome
+from rrl.tests.manager import virtual
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.tests.manager.site import Site, prepare
+from rrl.transport.keys import RunKeys
+
+LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+JOB = job(spares=0, limits=LIMITS, faults=[Fault("f0", FaultKind.KILL, ROLLOUTS[0], 1)])
+KEYS = RunKeys.make()
+R0, R1 = ROLLOUTS
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here loses power: what was written is there."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+class Script(Struct, frozen=True):
+    """What happens in a run, and how it ends."""
+
+    outcome: Outcome
+    granted: int
+    """allocations"""
+    crash_at: int = -1
+    cancel_at: int = -1
+
+
+COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
+IS_CANCELLED = Script(Outcome.CANCELLED, granted=1, cancel_at=2)
+
+
+def lived(
+    script: Script = COMPLETES, prepared: Callable[[Site], None] = lambda site: None
+) -> tuple[Site, Outcome, State]:
+    """One run to its end; its site, outcome, and what its journal says."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        run = RunDir(Path(folder) / RUN)
+        run.create()
+        KEYS.save(run.keys)
+
+        async def live() -> tuple[Site, Outcome]:
+            site = Site(run, JOB, 8, script.crash_at, script.cancel_at)
+            prepared(site)
+            prepare(site, patch)
+            outcome = await site.manage()
+            assert site.actors == {}, "steps that outlived the run"
+            await site.to_rest()
+            return site, outcome
+
+        site, outcome = virtual.run(live())
+        state = None
+        for stamped in replay(run):
+            state = fold(state, stamped)
+        assert state is not None
+        assert state == read_state(run)
+        assert run.summary.exists()
+        assert not run.manager.exists()
+        return site, outcome, state
+
+
+def starts(site: Site) -> Counter[str]:
+    """How many steps ran, by replica."""
+    return Counter(tag.removeprefix(f"{RUN}.").rpartition(".")[0] for tag in site.started)
+
+
+def assert_ended_well(script: Script, site: Site, outcome: Outcome, state: State) -> None:
+    assert (outcome, state.outcome) == (script.outcome, script.outcome)
+    assert (site.allocations, state.allocations, state.intents) == ({}, {}, {})
+    assert sorted(site.free) == [f"n{i}" for i in range(1, 9)]
+    assert list(site.run.mailbox.glob("*")) == []
+    assert len(site.granted) == script.granted, site.granted
+    started = starts(site)
+    assert started.pop("rollout-0") in (1, 2)  # 1: the planned fault died with its manager
+    for node in range(1, 6):  # 0: the launch died with its manager, and the run was over before it was made up for
+        assert started.pop(f"agent-n{node}", 0) in (0, 1)
+    assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": script.granted}
+    if script.outcome is Outcome.COMPLETED:
+        assert state.step == JOB.steps
+
+
+@pytest.fixture(scope="module", params=[COMPLETES, IS_CANCELLED], ids=["completes", "is cancelled"])
+def unharmed(request: pytest.FixtureRequest) -> tuple[Script, list[ev.Stamped]]:
+    """A run whose manager lives."""
+    script: Script = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        site, outcome, state = lived(script)
+    assert site.managers == 1
+    assert_ended_well(script, site, outcome, state)
+    assert starts(site)["rollout-0"] == 2
+    return script, site.records
+
+
+Unharmed = tuple[Script, list[ev.Stamped]]
+
+
+def test_the_scripts_hold_everything_that_a_crash_could_hit(unharmed: Unharmed) -> None:
+    kinds = {type(stamped.event) for stamped in unharmed[1]}
+    assert {ev.Intended, ev.Decided, ev.Done, ev.Admitted, ev.Joined, ev.StepEnded, ev.FindingChanged, ev.FaultInjected,
+            ev.AllocationChanged, ev.StepCommitted, ev.RunEnded} <= kinds  # fmt: skip
+    outside = {type(s.event.action) for s in unharmed[1] if isinstance(s.event, ev.Intended)}
+    assert outside == set(get_args(Outside))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_manager_that_dies_over_any_record_changes_nothing_about_the_end(unharmed: Unharmed, before: bool) -> None:
+    """Before it is written: what was done by then is done, its result is lost, and so is what was not yet durable.
+    After: what the record says is to be done has not been done yet."""
+    script, records = unharmed
+    for kill_at in range(1, len(records) + 1):
+
+        def doomed(site: Site, at: int = kill_at) -> None:
+            site.kill_at, site.before = at, before
+
+        try:
+            site, outcome, state = lived(script, doomed)
+            assert site.managers == 2
+            assert_ended_well(script, site, outcome, state)
+        except BaseException as error:
+            error.add_note(f"killed at record {kill_at}: {records[kill_at - 1]}")
+            raise
+
+
+@pytest.mark.parametrize("kill_every", [14, 19, 31])
+def test_managers_that_die_again_and_again_bring_the_run_to_its_end_together(kill_every: int) -> None:
+    site, outcome, state = lived(prepared=lambda site: setattr(site, "kill_every", kill_every))
+    assert site.managers > 3
+    assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_a_manager_that_is_away_for_long_misses_nothing() -> None:
+    def away(site: Site) -> None:
+        site.kill_at, site.gap = 60, 900.0
+
+    site, outcome, state = lived(prepared=away)
+    assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_a_cluster_whose_answers_are_lost_does_everything_once() -> None:
+    site, outcome, state = lived(prepared=lambda site: setattr(site, "lose_answers", True))
+    assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_a_cluster_that_did_not_hear_is_asked_again_after_the_quiet_period() -> None:
+    site, outcome, state = lived(prepared=lambda site: setattr(site, "deaf", 2))
+    assert_ended_well(COMPLETES, site, outcome, state)
+    asked = [s for s in site.records if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)]
+    assert [round(later.at - earlier.at) >= LIMITS.quiet for earlier, later in pairwise(asked[:3])] == [True, True]
+
+
+def test_a_cluster_that_is_seen_only_every_other_time_changes_nothing() -> None:
+    site, outcome, state = lived(prepared=lambda site: setattr(site, "blink", True))
+    assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_what_dies_while_there_is_no_manager_is_found_dead_by_the_next() -> None:
+    def doomed(site: Site) -> None:
+        site.kill_at = 44  # everybody has joined
+        site.meanwhile = lambda: site.working()[R1][0].die() if site.managers == 1 else None
+
+    site, outcome, _ = lived(prepared=doomed)
+    assert (outcome, len(site.granted)) == (Outcome.COMPLETED, 2)
+    assert starts(site)["rollout-1"] == 3  # killed, and later its node died
+    assert [starts(site)[name] for name in ("trajectories-0", "reward-0", "trainer-0")] == [1, 1, 1]
+    first = next(s for s in site.records if isinstance(s.event, ev.StepEnded) and s.event.life.replica == R1)
+    assert first.epoch == 2
+
+
+def test_nobody_else_is_touched_by_the_death_of_a_rollout_and_of_a_node() -> None:
+    site, _, _ = lived()
+    lives = {s.event.life.replica: s.event.life.incarnation for s in site.records if isinstance(s.event, ev.Joined)}
+    assert lives == {STORE: 1, REWARD: 1, TRAINER: 1, R0: 2, R1: 2}
