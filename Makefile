@@ -10,7 +10,7 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	mkdir -p .venv/src && ln -sfn ../.. .venv/src/rrl
 	touch $@
 

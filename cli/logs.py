@@ -91,6 +91,8 @@ def _nothing(run: RunDir, whose: str | None) -> str:
     there = sorted({log.replica for log in all_logs(run)})
     if not there:
         return f"{run.id} has no logs yet"
+    if whose is not None and _may_come(run, whose):
+        return f'"{whose}" of {run.id} has written nothing; there are logs of: {", ".join(there)}'
     return f'{run.id} has no logs of "{whose}"; there are: {", ".join(there)}'
 
 

@@ -16,7 +16,7 @@ from rrl.spec.words import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict,
 
 _STANDING = ("wait_overdue", "idle")
 _SHOWN = 4
-"""waiters named as evidence; the others are counted (peers.md 5e: at most five lines)"""
+"""waiters named as evidence; the others are counted (docs/sources.md: at most five lines)"""
 
 
 def charge(findings: Sequence[Finding], watch: Watch) -> list[Finding]:

@@ -4,8 +4,8 @@ Each returns a finding or None, and when it could next change its mind though no
 ``since`` never carry running seconds, so that an unchanged situation is an equal finding. The tuples are ladders, best
 evidence first: of one replica or node, the first that speaks is heard.
 
-What condemns without proof needs time and observations both (peers.md 5d): silence is at least ``_MISSES`` beats that
-did not come, standing still at least as many beats that came and showed it.
+What condemns without proof needs time and observations both (docs/sources.md): silence is at least ``_MISSES`` beats
+that did not come, standing still at least as many beats that came and showed it.
 """
 
 from __future__ import annotations

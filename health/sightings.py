@@ -23,7 +23,7 @@ only the first time does it mean that it starts"""
 _WINDOW = 32
 """durations remembered per role and phase"""
 _ENOUGH = 3
-"""durations before one speaks of usual (peers.md 5d: three in a row)"""
+"""durations before one speaks of usual (docs/sources.md, guard rails: three in a row)"""
 
 
 class StepEnd(Struct, frozen=True):
@@ -231,7 +231,7 @@ class Watch:
             if state == "down" and home.down_said is None:
                 home.down_said = (now, detail)
         home.observations += 1
-        if state != "down" and home.observations >= 2:  # peers.md 5d: two good readings to trust again
+        if state != "down" and home.observations >= 2:  # docs/sources.md: two good readings to trust again
             home.down_said = None
 
     def workers(self) -> Iterator[ReplicaSighting]:

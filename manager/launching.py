@@ -19,7 +19,7 @@ ALLOWED = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
 )  # fmt: skip
 """What roles inherit of the manager's environment. SLURM_*, PMI*, PMIX* and OMPI_* are misread by torch, Hugging Face
-and mpi4py (operations.md), so that nothing passes that is not named."""
+and mpi4py (docs/sources.md, sites), so that nothing passes that is not named."""
 AGENT_RESOURCES = Resources(cpus=1, gpus=0, mem=0)
 """An agent shares its node's resources; it takes none of its own."""
 

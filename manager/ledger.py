@@ -1,6 +1,6 @@
 """What a run cost and gained, from its events alone: recoveries with stage times, effective training time, rewards.
 
-ETTR as RobustRL computes it (facts: papers.md 1.6): the time in which the trainer works counts whole; while it is being
+ETTR as RobustRL computes it (docs/sources.md): the time in which the trainer works counts whole; while it is being
 restored and rollouts go on, an interval counts #rollouts / (#rollouts + #trainers); with everything down it counts 0.
 ``ettr_strict`` counts only intervals in which every replica works.
 """

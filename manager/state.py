@@ -38,10 +38,11 @@ class Status(StrEnum):
 
 
 class Start(Struct, frozen=True):
-    """A past launch, for budgets: when and where it failed."""
+    """A past launch, for budgets: when, where and why it failed."""
 
     at: float
     node: NodeName
+    why: str = ""
 
 
 class Replica(Struct, frozen=True):
@@ -138,6 +139,20 @@ class Refusal(Struct, frozen=True):
     """the cluster did not say so: the request never reached it"""
 
 
+class Curve(Struct, frozen=True):
+    """The reward of the whole run in a bounded number of points."""
+
+    points: tuple[float, ...] = ()
+    """each the mean of ``stride`` steps"""
+    stride: int = 1
+    newest: tuple[float, ...] = ()
+    """steps that do not fill a point yet"""
+
+
+CURVE_POINTS = 64
+"""Points of a curve at most (even): as many as a terminal shows."""
+
+
 class State(Struct, frozen=True):
     run: str
     job: JobView
@@ -157,7 +172,8 @@ class State(Struct, frozen=True):
     first_rewards: tuple[float, ...] = ()
     """mean reward of the first ten committed steps"""
     last_rewards: tuple[float, ...] = ()
-    """of the newest sixty, for the status view's curve"""
+    """of the newest ten"""
+    curve: Curve = Curve()
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}
@@ -288,16 +304,16 @@ def _done(state: State, at: float, event: ev.Done) -> State:
     if isinstance(action, Launch) and state.believed(action.life):
         if event.unheard:  # nobody's failure but the manager's: it is made up for where it was meant to be
             return _replica(state, action.life.replica, status=Status.WANTED, since=at, prefer=action.node)
-        return _failed(state, at, action.life.replica, Status.WANTED)
+        return _failed(state, at, action.life.replica, Status.WANTED, event.detail)
     if isinstance(action, Release):
         return _allocation(state, action.allocation, releasing=False, not_before=at + RELEASE_PAUSE)
     return state
 
 
-def _failed(state: State, at: float, id: ReplicaId, status: Status) -> State:
+def _failed(state: State, at: float, id: ReplicaId, status: Status, why: str) -> State:
     """One more failure on the replica's account; the next launch is put off the longer the more there are."""
     held, recovery = state.replica(id), state.job.recovery
-    failure = Start(at, held.node or NodeName(""))
+    failure = Start(at, held.node or NodeName(""), why)
     failures = (*(start for start in held.failures if at - start.at < recovery.window), failure)
     pause = recovery.backoff * 2 ** (len(failures) - 2) if len(failures) > 1 else 0.0
     return _replica(state, id, status=status, since=at, failures=failures, not_before=at + pause)
@@ -325,7 +341,8 @@ def _fenced(state: State, at: float, fence: Fence) -> State:
     if held.step and held.node and held.allocation in state.allocations:  # else it went with its allocation
         linger = Lingering(held.life, held.node, held.allocation, at)
         state = _with(state, lingering={**state.lingering, held.step: linger})
-    state = _failed(state, at, held.id, Status.RETIRED if retired else Status.WANTED)
+    why = "; ".join(fence.why.evidence)
+    state = _failed(state, at, held.id, Status.RETIRED if retired else Status.WANTED, why)
     prefer = held.node if fence.rung is Rung.IN_PLACE else None
     state = _replica(state, held.id, prefer=prefer)
     gone = [key for key, finding in state.findings.items() if finding.life == fence.life]
@@ -427,9 +444,24 @@ def _version_held(state: State, at: float, event: ev.VersionHeld) -> State:
 def _step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     if event.step <= state.step:
         return state
-    new = (event.metrics["reward"],) if "reward" in event.metrics else ()
-    first, last = (*state.first_rewards, *new)[:10], (*state.last_rewards, *new)[-60:]
-    return _with(state, step=event.step, metrics=event.metrics, first_rewards=first, last_rewards=last)
+    state = _with(state, step=event.step, metrics=event.metrics)
+    if "reward" not in event.metrics:
+        return state
+    new = event.metrics["reward"]
+    first, last = (*state.first_rewards, new)[:10], (*state.last_rewards, new)[-10:]
+    return _with(state, first_rewards=first, last_rewards=last, curve=_longer(state.curve, new))
+
+
+def _longer(curve: Curve, value: float) -> Curve:
+    """One more value; a curve that has grown too long is halved, two neighbours becoming their mean."""
+    newest = (*curve.newest, value)
+    if len(newest) < curve.stride:
+        return msgspec.structs.replace(curve, newest=newest)
+    points = (*curve.points, sum(newest) / len(newest))
+    if len(points) < CURVE_POINTS:
+        return Curve(points, curve.stride)
+    halved = tuple((a + b) / 2 for a, b in zip(points[::2], points[1::2], strict=True))
+    return Curve(halved, curve.stride * 2)
 
 
 def _finding_changed(state: State, at: float, event: ev.FindingChanged) -> State:

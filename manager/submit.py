@@ -6,7 +6,9 @@ The manager is submitted through submitit, to Slurm or to this machine; its stat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import getpass
+import io
 import os
 import shutil
 import signal
@@ -76,7 +78,11 @@ def start_manager(run: RunDir, view: JobView) -> None:
 
         executor = submitit.SlurmExecutor(folder=run.submit, python=sys.executable)
         executor.update_parameters(**manager_job(run.id, view))
-        executor.submit(run_here, run)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what its error says anyhow
+                executor.submit(run_here, run)
+        except RuntimeError as error:
+            raise RuntimeError("; ".join(dict.fromkeys(str(error).split("\n")))) from error
     elif (child := os.fork()) == 0:
         _submit_locally(run, view)
     elif os.waitpid(child, 0)[1] != 0:

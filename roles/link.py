@@ -59,8 +59,9 @@ class Link:
         self._beat, self._transport = beat, transport
         self._moves_weights = launch.life.replica.split("/")[0] in ("trainer", "rollout")
         self._pulls = launch.life.replica.startswith("rollout/")
-        self._phase, self._done = "starting", 0
-        self._waits_for: ReplicaId | None = None
+        self._now: tuple[str, ReplicaId | None] = ("starting", None)
+        """phase and whom it waits for: one value, so that no beat tells a mixture"""
+        self._done = 0
         self._blocked_by: ReplicaId | None = None
         self._told = ""
         self._worked = False
@@ -112,12 +113,12 @@ class Link:
         self._loop.call_soon_threadsafe(what, *args)
 
     def enter(self, phase: str, waits_for: ReplicaId | None = None) -> None:
-        self._phase, self._waits_for = phase, waits_for
+        self._now = (phase, waits_for)
         self.soon(self._tell_later, phase)
 
     @property
     def phase(self) -> tuple[str, ReplicaId | None]:
-        return self._phase, self._waits_for
+        return self._now
 
     def progress(self, units: int) -> None:
         self._done += units
@@ -206,7 +207,7 @@ class Link:
             node=self.node,
             host=socket.gethostname(),
             pid=os.getpid(),
-            phase=self._phase,
+            phase=self._now[0],
             listens=self._listens,
             serves=self._serves,
             holds=held.manifest.version if held else None,
@@ -244,18 +245,19 @@ class Link:
 
     async def _beats(self) -> None:
         while True:
-            waits_for = self._blocked_by or self._waits_for
-            await self._dialer.send(msg.Beat(self.launch.life, self._phase, self._done, waits_for))
-            self._told = self._phase
+            phase, waits_for = self._now
+            await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, self._blocked_by or waits_for))
+            self._told = phase
             await asyncio.sleep(self._beat)
 
     def _tell_later(self, phase: str) -> None:
         self._loop.call_later(TOLD_AFTER, self._tell, phase)
 
     def _tell(self, phase: str) -> None:
-        if phase == self._phase and phase != self._told:
+        now, waits_for = self._now
+        if phase == now and phase != self._told:
             self._told = phase
-            message = msg.Entered(self.launch.life, phase, self._done, self._waits_for)
+            message = msg.Entered(self.launch.life, phase, self._done, waits_for)
             self._loop.create_task(self._dialer.send(message))
 
     async def _follow(self) -> None:

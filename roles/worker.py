@@ -116,6 +116,8 @@ class Worker:
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
         """Say what this role is doing: it decides what silence means (:mod:`rrl.spec.phases`)."""
         before = self._link.phase
+        if before[0] == "starting":
+            before = ("between", None)  # whoever has been in a phase has started
         self._link.enter(name, self._target(waits_for or phase_named(name).waits_for))
         try:
             yield

@@ -129,7 +129,7 @@ class ModelTable(_Table):
     max_length: Annotated[int, Field(ge=2)] = 64
     """tokens of prompt and answer together"""
     initializer_range: Annotated[float, Field(gt=0)] = 0.05
-    """standard deviation of the initial weights (rl-task measurements: 0.05 learns, 0.02 is slower)"""
+    """standard deviation of the initial weights (docs/sources.md, the task)"""
     tokenizer: TokenizerTable
 
 

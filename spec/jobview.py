@@ -71,7 +71,7 @@ class Recovery(Struct, frozen=True):
     backoff: float = 1.0
     """pause (s) before the second restart within the window; doubles with each further one"""
     breaker: float = 0.2
-    """at most max(1, this share) of the nodes condemned within the window (peers.md 5d)"""
+    """at most max(1, this share) of the nodes condemned within the window (docs/sources.md, guard rails)"""
 
 
 class JobView(Struct, frozen=True):

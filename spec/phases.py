@@ -1,7 +1,7 @@
 """Every phase, declared once: what a replica says that it is doing, and what silence then means.
 
-The worker sends the name, detectors read the traits, views read the colour.
-A role spec may add its own under ``[roles.<role>.phases.<name>]``.
+The worker sends the name, detectors read the traits, views read the colour. A role may use names of its own: they are
+shown, and silence in them is judged as in a neutral phase.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Phase(Struct, frozen=True):
 
 _ALL = (
     Phase("starting", longest=600.0, colour="cyan"),
+    Phase("between", longest=900.0, colour="bright_black"),  # outside of every phase that the role names
     Phase("loading_weights", waits_for="trainer", colour="cyan"),
     Phase("wait_weights", waits_for="trainer", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", useful=True, colour="bright_black"),

@@ -10,6 +10,14 @@ import pytest
 from rrl.tests.lab.slurm import SlurmLab, missing
 
 LAB_NODES = 5
+REQUIRED = "RRL_REQUIRE_SLURM"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where Slurm is required, as in CI, a test that was skipped is a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get(REQUIRED) and reporter is not None and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +29,7 @@ def slurm_lab() -> Iterator[SlurmLab]:
     """
     if absent := missing():
         told = f"not installed: {', '.join(absent)} (python -m rrl.tests.lab.slurm install)"
-        if os.environ.get("RRL_REQUIRE_SLURM"):
+        if os.environ.get(REQUIRED):
             pytest.fail(told)
         pytest.skip(told)
     with SlurmLab.start(nodes=LAB_NODES, gpus=2) as lab:

@@ -93,7 +93,7 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
         first = sum(state.first_rewards) / len(state.first_rewards)
         newest = state.last_rewards[-10:]
         reward = Text(f"{number(first)} → {number(sum(newest) / len(newest))}  ")
-        facts.add_row("reward", reward.append(curve(state.last_rewards, width - 30), "green"))
+        facts.add_row("reward", reward.append(curve(state.curve.points, width - 30), "green"))
     if width >= NARROW and (metrics := _metrics(state, width - 12)):
         facts.add_row("metrics", metrics)
     if state.outcome is None:
@@ -242,7 +242,8 @@ def _failures(state: State, now: float) -> RenderableType | None:
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for failure, replica in sorted(recent, key=lambda pair: -pair[0].at)[:5]:
         ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
-        grid.add_row(Text(f"↻ {replica.id}", "yellow"), f"{ago}; {_replacement(replica)}")
+        why = f": {failure.why}" if failure.why else ""
+        grid.add_row(Text(f"↻ {replica.id}", "yellow"), f"{_replacement(replica)}; {ago}{why}")
     return grid
 
 

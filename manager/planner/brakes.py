@@ -1,7 +1,7 @@
 """The breaker: strikes out decisions that condemn too much at once, and says so by leaving them undecided.
 
 Many nodes condemned together are a fabric or a software fault, or a blind manager; replacing them all would be worse
-than waiting for a person (peers.md 5d: at most max(1, 20 %) within ten minutes).
+than waiting for a person (docs/sources.md, guard rails: at most max(1, 20 %) within ten minutes).
 """
 
 from __future__ import annotations

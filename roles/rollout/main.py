@@ -12,6 +12,9 @@ from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
 from rrl.roles.tensors import unpack
 from rrl.roles.tokenizer import EOS, Tokenizer
 
+LOG_EVERY = 10
+"""Versions between two lines in the log."""
+
 
 def main() -> None:
     with rrl.join() as me:
@@ -22,6 +25,8 @@ def main() -> None:
                 with me.phase("loading_weights"):
                     engine.load(new.version, unpack(new.tensors, new.flat))
                     engine.probe()
+                if new.version.step % LOG_EVERY == 0:
+                    print(f"weights {new.version}", flush=True)
             with me.phase("generate"):
                 for segments, finished in engine.generate(work.items, sampling):
                     engine.drop(work.append(segments, finished))

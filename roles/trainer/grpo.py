@@ -14,7 +14,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, floor: float) -> Tensor:
 
     ``rewards`` [B] float; ``groups`` [B] int, equal for trajectories of one prompt, in any order and of any size;
     returns [B]. ``std`` is the unbiased one; a group of one has nothing to compare with: 0. The floor keeps a group
-    in which all did nearly alike from shouting (measured in rl-task: 0.1 is stable where 1e-4 fell back).
+    in which all did nearly alike from shouting (docs/sources.md, the task: 0.1 is stable where 1e-4 fell back).
     """
     _, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     zeros = torch.zeros(len(counts), dtype=rewards.dtype)
@@ -42,7 +42,7 @@ def grpo_loss(
 
     Returns the scalar loss, and for people: ``drift``, the mean absolute difference of the two log-probabilities,
     and ``clipped``, the share of tokens whose importance ratio left 1 ± ``clip``. A reward curve alone does not show
-    that the ratio is used (rl-task: lag 2 learns without it too); these two do.
+    that the ratio is used (docs/sources.md, the task: lag 2 learns without it too); these two do.
     """
     mask = mask.to(logprobs.dtype)
     tokens = mask.sum()

@@ -1,7 +1,7 @@
 """The learner: a model, its optimizer, and one GRPO step over a batch of trajectories. It knows no run and no socket.
 
 Everything that the next step depends on is in :meth:`Learner.state`; restored from it, a learner goes on bit for bit
-as if nothing had happened (measured in facts/torch.md: leaving one piece out breaks that at once).
+as if nothing had happened (docs/sources.md, torch: leaving one piece out breaks that at once).
 """
 
 from __future__ import annotations

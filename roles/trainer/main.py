@@ -23,6 +23,9 @@ _APART = 10_000
 """between the task's seeds of warm start and run: no two runs of a study are so far apart, and datasets' seeds, which
 are a multiple of it, stay below the 2**32 that some generators take"""
 
+LOG_EVERY = 10
+"""Steps between two lines in the log."""
+
 
 def main() -> None:
     with rrl.join() as me:
@@ -46,6 +49,9 @@ def main() -> None:
                 checkpoints.committed(files)
             with me.phase("publish"):
                 me.publish(batch.number, pack(learner.weights()))
+            if batch.number % LOG_EVERY == 0:
+                told = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
+                print(f"step {batch.number}: {told}", flush=True)
 
 
 def _learner(me: rrl.Worker) -> Learner:

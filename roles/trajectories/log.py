@@ -5,7 +5,7 @@ empty, *then* reads the newest log before it, then writes what still matters int
 rename. A predecessor that is still alive (a node cut off that comes back) sees the claim when it flushes, and stops
 before it acknowledges: either it sees us, or we saw its bytes. On NFS a cached directory entry may hide the claim for
 as long as the site's ``acdirmax``; the manager's fencing covers that. O_APPEND between NFS clients, flock and mtime
-are not relied upon (facts/operations.md).
+are not relied upon (docs/sources.md, sites).
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ def main() -> int:
         except KeyboardInterrupt:
             print("stopping the cluster and everything on it", file=sys.stderr)
             code = 130
+        for summary in lab.home.glob("runs/*/summary.json"):  # the run directory goes with the cluster
+            print(summary.read_text(), flush=True)
     return code
 
 

@@ -73,6 +73,13 @@ def test_of_many_tasks_that_start_at_once_one_wins(run: RunDir, held_before: boo
     assert all(isinstance(loser, LeaseHeld) for loser in losers), losers
 
 
+def test_of_two_that_saw_the_same_newest_epoch_one_wins(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "_newest", lambda run: 0)
+    acquire(run)
+    with pytest.raises(LeaseHeld, match="another manager of small-1 has just started"):
+        acquire(run)
+
+
 _CLAIM = """
 import asyncio, sys
 from pathlib import Path

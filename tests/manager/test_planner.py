@@ -18,7 +18,7 @@ from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Limits, Recovery
 from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
-from rrl.tests.manager.world import World, lost
+from rrl.tests.manager.world import World, found, lost
 
 POOL = f"{RUN}.pool"
 R0, R1 = ROLLOUTS
@@ -255,6 +255,25 @@ def test_a_lost_node_is_excluded_and_what_ran_there_moves_to_the_spare() -> None
     assert world.decided(StopStep) == []  # nobody waits for a node that does not answer
 
 
+def test_a_node_that_is_lost_is_not_where_what_died_on_it_is_restarted() -> None:
+    world = World(job()).steady()
+    world.record(found(world.state.replica(R0).life, "worker_silence", world.now))
+    world.happen(lost(N3, world.now))
+    world.steady()
+    assert (rungs(world), world.node_of(R0)) == ([Rung.SPARE], N5)
+
+
+def test_a_node_is_kept_for_the_replica_that_is_about_to_restart_there() -> None:
+    world = World(job(spares=0, recovery=Recovery(per_node=9, backoff=60.0)), nodes=6).steady()
+    world.kill(R0)
+    world.steady()
+    world.kill(R0)  # pauses for a minute before its second restart
+    world.lose_node(N4)
+    world.play(lambda: world.incarnations()[R1] == 2)
+    assert (world.node_of(R1), world.state.replica(R0).status) == (N5, Status.WANTED)
+    assert world.steady().node_of(R0) == N3
+
+
 def test_everything_that_shared_a_lost_node_moves_together() -> None:
     world = World(job()).steady()
     world.lose_node(N1)
@@ -316,6 +335,19 @@ def test_replacements_refused_thrice_end_the_run_where_the_role_cannot() -> None
     world.play()
     (end,) = world.decided(Finish)
     assert end.why.evidence == (*[world.refuse] * 3, "trainer/0 has no node")
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_nothing_is_launched_with_the_decision_that_there_are_no_nodes_for_the_trainer() -> None:
+    world = World(job(spares=0)).steady()
+    world.refuse = "no"
+    world.lose_node(N2)
+    world.play(lambda: len(requests(world)) == 1 + REFUSALS)
+    world.record(found(world.state.replica(R1).life, "exit_record", world.now))
+    world.happen(ev.Done(requests(world)[-1], False, "no"))
+    assert world.decided(Finish)
+    assert "rollout/1#2" not in launches(world)
+    world.play()
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
@@ -508,6 +540,16 @@ def test_a_request_that_nobody_has_answered_is_not_given_back_before_it_is_settl
     world.land()  # the timed-out sbatch
     world.play()
     assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_request_that_nobody_has_answered_by_its_deadline_is_not_given_back_before_it_is_settled_either() -> None:
+    world = World(job(limits=Limits(allocation=100.0)), nodes=3)
+    world.unanswered = True
+    world.play(at_most=300.0)
+    assert world.decided(Release) == []
+    world.land()
+    world.play()
+    assert_nothing_is_left(world, Outcome.FAILED)
 
 
 def test_a_request_that_certainly_was_not_done_leaves_nothing_to_give_back() -> None:

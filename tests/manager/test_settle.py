@@ -138,6 +138,14 @@ def test_a_launch_whose_step_never_appears_counts_as_refused_after_the_quiet_per
     assert looks.look(steps(), at=QUIET + 4) == [ev.Done(STEP, False, "its step never appeared")]
 
 
+def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_cluster_did_not_start() -> None:
+    looks = Looks(*HELD, LAUNCH)
+    assert looks.state is not None
+    looks.state = fold(looks.state, ev.Stamped(99, 5.0, 2, ev.ManagerStarted("h", 2)))
+    looks.look(steps(), at=QUIET + 1)
+    assert looks.look(steps(), at=QUIET + 2) == [ev.Done(STEP, False, "its step never appeared", unheard=True)]
+
+
 def test_a_launch_whose_command_still_runs_settles_itself() -> None:
     looks = Looks(*HELD, LAUNCH)
     for at in (QUIET + 1, QUIET + 2, QUIET + 3):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
-from rrl.manager.state import RELEASE_PAUSE, Lingering, State, Status, fold, workers
+from rrl.manager.state import CURVE_POINTS, RELEASE_PAUSE, Lingering, State, Status, fold, workers
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Recovery
 from rrl.spec.launch import tag_of
@@ -173,6 +173,23 @@ def test_a_refused_launch_of_a_life_that_is_fenced_by_now_is_no_second_failure()
     assert state.intents == {}
 
 
+def test_a_launch_that_died_with_its_manager_is_no_failure_and_is_made_up_for_on_the_same_node() -> None:
+    state = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, "its step never appeared", unheard=True))
+    held = state.replicas[R1.replica]
+    assert (held.status, held.incarnation, held.failures, held.prefer) == (Status.WANTED, 1, (), N1)
+
+
+def test_a_launch_is_settled_when_its_step_is_certainly_stopped_or_its_allocation_is_gone() -> None:
+    stop = StopStep(tag_of(RUN, R1), R1, 1.0, WHY)
+    launched = told(*pool(N1), launch())
+    assert told(ev.Intended(stop), ev.Done(stop.tag, True), state=launched).intents == {}
+    assert told(ev.AllocationChanged(POOL, None), state=launched).intents == {}
+
+
+def test_a_life_whose_allocation_has_gone_before_it_is_fenced_does_not_linger() -> None:
+    assert told(*RUNNING, ev.AllocationChanged(POOL, None), fence()).lingering == {}
+
+
 def test_restarting_in_place_prefers_the_node_and_any_other_rung_does_not() -> None:
     assert told(*RUNNING, fence(rung=Rung.IN_PLACE)).replicas[R1.replica].prefer == N1
     assert told(*RUNNING, fence(rung=Rung.SPARE)).replicas[R1.replica].prefer is None
@@ -258,10 +275,14 @@ def test_steps_are_committed_in_order_and_a_repeated_word_of_one_counts_once() -
     assert state.first_rewards == state.last_rewards == (0.01, 0.02, 0.03)
 
 
-def test_the_first_ten_and_the_newest_sixty_rewards_are_kept() -> None:
-    state = told(*RUNNING, *(ev.StepCommitted(R1, step, {"reward": float(step)}) for step in range(1, 101)))
+def test_the_first_and_the_newest_ten_rewards_are_kept_and_a_curve_of_all_of_them() -> None:
+    state = told(*RUNNING, *(ev.StepCommitted(R1, step, {"reward": float(step)}) for step in range(1, 131)))
     assert state.first_rewards == tuple(map(float, range(1, 11)))
-    assert state.last_rewards == tuple(map(float, range(41, 101)))
+    assert state.last_rewards == tuple(map(float, range(121, 131)))
+    curve = state.curve
+    assert len(curve.points) < CURVE_POINTS
+    assert [*curve.points[:2], curve.points[-1]] == [2.5, 6.5, 126.5], "each point is the mean of four steps"
+    assert curve.newest == (129.0, 130.0)
 
 
 def test_a_planned_fault_is_set_off_once_it_is_intended_and_settled_by_the_agents_word() -> None:

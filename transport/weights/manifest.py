@@ -17,7 +17,7 @@ from msgspec import Struct
 from rrl.spec.words import Version
 
 CHUNK_BYTES = 8 * 2**20
-"""what a dead source costs at most per request in flight; as in the fan-out lab (facts/ucx.md, section 6)"""
+"""what a dead source costs at most per request in flight; as in the fan-out lab (docs/sources.md, UCX)"""
 ALIGN = 64
 """bytes; a cache line, and enough for any dtype and vector load"""
 _DIGEST_BYTES = 16
@@ -84,7 +84,7 @@ def describe(
 
 
 def digest(data: memoryview) -> bytes:
-    """blake2b-16: cryptographic, because a source may lie. 1.5 GB/s on one core (facts/ucx.md, section 8), on any CPU;
+    """blake2b-16: cryptographic, because a source may lie. 1.5 GB/s on one core (docs/sources.md, UCX), on any CPU;
     SHA-256 made 2.2 there, but only with the CPU's SHA extensions."""
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 

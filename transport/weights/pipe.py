@@ -20,7 +20,7 @@ from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.store import WeightStore
 
 CONNECT_BY = 1.0
-"""s; an attempt against a dead port sometimes hangs until its deadline (facts/ucx.md, section 3)"""
+"""s; an attempt against a dead port sometimes hangs until its deadline (docs/sources.md, UCX)"""
 HANDSHAKE_BY = 1.0
 """s; measured p99 13.6 ms to connect and 3.3 ms for the rest. A stranger who says nothing is dropped after it"""
 _NONCE = 32
@@ -85,7 +85,7 @@ class Line(Protocol):
 @contextmanager
 def deadline(line: Line, by: float) -> Generator[None]:
     """Whatever is awaited on ``line`` inside fails after ``by`` s. On any exception the line is aborted before the
-    exception leaves: only then may the caller free the buffers (facts/ucx.md, section 2)."""
+    exception leaves: only then may the caller free the buffers (docs/sources.md, UCX)."""
     expired = False
 
     def expire() -> None:

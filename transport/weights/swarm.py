@@ -22,7 +22,7 @@ CHUNK_BY = 10.0
 PULL_BY = 120.0
 """s for a version; only reached when nobody who holds it can be reached"""
 WINDOW = 4
-"""chunks in flight per source (facts/ucx.md, section 6: enough to fill a 2 Gbit/s link)"""
+"""chunks in flight per source (docs/sources.md, UCX: enough to fill a 2 Gbit/s link)"""
 SOURCES = 2
 """sources at once; the second is only used when there is more than a window to fetch"""
 _ASK_AGAIN = 0.25

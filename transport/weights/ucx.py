@@ -1,6 +1,6 @@
 """The UCX pipe, on ucxx. Where RDMA-capable UCX is installed this is the fast one; on TCP it equals the plain pipe.
 
-Settings and rules were measured in facts/ucx.md:
+Settings and rules were measured in docs/sources.md, UCX:
 thread progress with Python futures (everything else spins a core); endpoint error handling always on (without it a
 dead peer hangs its survivor); an abort before a buffer is given up (else UCX goes on writing into freed memory);
 deadlines of our own everywhere (UCX never notices a stopped peer).

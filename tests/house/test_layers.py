@@ -1,0 +1,86 @@
+"""The house stands as it is drawn: arrows only downwards, a pure core, and nothing heavy on a login node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("cli", "health", "manager", "roles", "slurm_templates", "spec", "transport")
+LINT = Path(sys.executable).with_name("lint-imports")
+
+
+def lint(root: Path, source: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "300"}
+    if source is not None:
+        env["PYTHONPATH"] = str(source)
+    return subprocess.run(
+        [LINT, "--config", ROOT / "pyproject.toml", "--no-cache"], cwd=root, env=env, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, to plant something in."""
+    house = tmp_path / "rrl"
+    house.mkdir()
+    shutil.copy(ROOT / "__init__.py", house)
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, house / room, ignore=shutil.ignore_patterns("__pycache__"))
+    return house
+
+
+def test_every_import_goes_downwards_and_the_core_is_pure() -> None:
+    checked = lint(ROOT)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "line", "named"),
+    [
+        ("manager/settle.py", "import rrl.roles.step", "rrl.manager is not allowed to import rrl.roles"),
+        ("spec/words.py", "import rrl.manager.state", "rrl.spec is not allowed to import rrl.manager"),
+        ("health/blame.py", "import rrl.transport.keys", "rrl.health is not allowed to import rrl.transport"),
+        ("manager/planner/supply.py", "import time", "rrl.manager.planner is not allowed to import time"),
+        ("manager/state.py", "import asyncio", "rrl.manager.state is not allowed to import asyncio"),
+    ],
+)
+def test_an_import_that_breaks_the_rules_is_found_and_named(copy: Path, where: str, line: str, named: str) -> None:
+    file = copy / where
+    text, first = file.read_text(), "from __future__ import annotations\n"
+    assert first in text
+    file.write_text(text.replace(first, f"{first}{line}\n"))
+    checked = lint(copy.parent, copy.parent)
+    assert checked.returncode == 1
+    assert named in checked.stdout
+
+
+def test_the_root_holds_no_code_of_its_own_and_no_room_is_named_like_a_module() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert not folders & set(sys.stdlib_module_names)
+
+
+_HEAVY = ("torch", "transformers", "vllm", "ucxx", "reasoning_gym")
+
+
+@pytest.mark.parametrize("module", ["rrl", "rrl.manager.runtime", "rrl.manager.submit", "rrl.spec.job"])
+def test_a_login_node_needs_nothing_heavy_for(module: str) -> None:
+    assert not _loaded_by(module) & set(_HEAVY)
+
+
+@pytest.mark.parametrize("module", ["rrl.manager.journal", "rrl.manager.state"])
+def test_a_status_needs_neither_pydantic_nor_sockets(module: str) -> None:
+    assert not _loaded_by(module) & {*_HEAVY, "pydantic", "zmq", "submitit", "asyncio"}
+
+
+def _loaded_by(module: str) -> set[str]:
+    code = f"import {module}, sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return set(done.stdout.split())
