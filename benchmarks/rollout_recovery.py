@@ -18,8 +18,8 @@ from rrl.benchmarks._table import print_table
 from rrl.spec.rundir import RUNS_ENV
 
 KILLS = 5
-APART = 40
-"""steps between two kills"""
+APART = 100
+"""steps between two kills, and after the last: a replacement needs some 70 (quiet, 2 cores) to work again"""
 STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 

@@ -11,7 +11,7 @@ from typing import Any
 from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.state import State, Status
-from rrl.spec.launch import read_exit
+from rrl.spec.launch import read_exit, tag_of
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, ReplicaId
 from rrl.transport import messages as msg
@@ -98,6 +98,12 @@ class Ear:
         if current or event.step in state.lingering:
             self._watch.step_ended(event.life, event.code, event.signal, event.why, self._now())
             self._record(event)
+
+    def ended_before(self, life: Life) -> None:
+        """Its end was recorded under an earlier manager: the detectors must see it again."""
+        record = read_exit(self._run.exit_file(tag_of(self._run.id, life)))
+        code, signal, why = (record.code, record.signal, record.why) if record else (None, None, "vanished")
+        self._watch.step_ended(life, code, signal, why, self._now())
 
     def exit_records(self) -> None:
         """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""

@@ -67,6 +67,8 @@ class Manager:
         self._turned = self._wall
         """when the loop last turned"""
         self._flushed = 0.0
+        self._todo: list[Outside] = []
+        """intended, not yet known to be durable"""
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
@@ -76,9 +78,8 @@ class Manager:
         self._lease = await Lease.acquire(run, self._view.limits.lease, job)
         self._journal = Journal(run, self._lease.epoch)
         self._state = self._journal.state
-        if self._state is not None:
-            self._wall = max(self._wall, self._state.at)  # a manager's time never goes back
-        self._epoch_began = time.monotonic()
+        last = self._state.at if self._state is not None else 0.0
+        self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # a manager's time never goes back
         self._turned = self.now()
         keys = RunKeys.load(run.keys)
         self._listener = await Listener.open(keys, msg.Up, epoch=self._lease.epoch, host=self._host)
@@ -165,7 +166,8 @@ class Manager:
         if now - self._turned > self.state.job.limits.silence / 2:
             self._watch.restart(now)
         self._turned = now
-        for node in set(self._watch.nodes) - set(self.state.nodes):
+        held = {name for name, node in self.state.nodes.items() if node.allocation}
+        for node in set(self._watch.nodes) - held:
             self._watch.forget_node(node)
 
     def _detect(self) -> float:
@@ -184,7 +186,6 @@ class Manager:
 
     async def _act(self) -> tuple[float, bool]:
         """Plan to the fixpoint, journal, then do. Returns the plan's wake and whether the run is over."""
-        todo: list[Outside] = []
         while True:
             planned = plan(self.state, self.now())
             if not planned.actions:
@@ -192,13 +193,14 @@ class Manager:
             for action in planned.actions:
                 if isinstance(action, Outside):
                     self.record(ev.Intended(action))
-                    todo.append(action)
+                    self._todo.append(action)
                     self._tell_watch(action)
                 else:
                     self.record(ev.Decided(action))
                     if isinstance(action, Fence):
                         await self._fence(action)
-        if todo and await self._flush():
+        if self._todo and await self._flush():  # else they wait for the next turn: no deed without a durable intent
+            todo, self._todo = self._todo, []
             for action in todo:
                 self._executor.start(action)
         return planned.wake, planned.over
@@ -295,7 +297,11 @@ class Manager:
         for replica in self.state.replicas.values():
             if replica.believed and replica.node is not None:
                 self._watch.launched(replica.life, replica.node, self.now())
+                if replica.step is None:  # its end is recorded, and nothing was concluded from it yet
+                    self._ear.ended_before(replica.life)
         self._ear.exit_records()
+        stale = {key: finding for key, finding in self.state.findings.items() if not finding.proof}
+        self._findings = stale  # cleared unless found again; what was proved stays
         for intent in list(self.state.intents.values()):
             if isinstance(intent.action, StopStep | Release):
                 self._executor.start(intent.action)
@@ -348,8 +354,10 @@ class Manager:
         """Everything is given back: the last record, the summary, and no address to be found at any more."""
         verdict = self.state.verdict
         assert verdict is not None
-        self.record(ev.RunEnded(verdict.outcome, "; ".join(verdict.why.evidence)))
-        await self._flush()
+        if self.state.outcome is None:
+            self.record(ev.RunEnded(verdict.outcome, "; ".join(verdict.why.evidence)))
+        while not await self._flush():
+            await asyncio.sleep(FLUSH)
         await asyncio.to_thread(self._journal.rotate, self.state)
         await asyncio.to_thread(write_summary, self._run_dir)
         self._run_dir.manager.unlink(missing_ok=True)
@@ -362,7 +370,10 @@ class Manager:
         await self._executor.close()
         await self._listener.close()
         await self._cluster.close()
-        self._journal.close()
+        try:
+            self._journal.close()
+        except OSError as error:
+            print(f"rrl: the newest records cannot be written: {error}", file=sys.stderr, flush=True)
         try:
             self._lease.check()
             await asyncio.to_thread(self._lease.release)

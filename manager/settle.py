@@ -45,6 +45,10 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
                     events.append(Done(tag, False, "never appeared in the queue", unheard=True))
             elif misses.gone(tag, False):
                 events.append(AllocationChanged(tag, None))
+        for tag, seen in observed.allocations.items():
+            ours = tag.startswith(f"{state.run}.") and tag not in state.allocations
+            if ours and seen.state is not AllocationState.ENDED:
+                events.append(AllocationChanged(tag, seen))  # a request that was given up has landed after all
     if observed.steps is not None:
         for tag, intent in state.intents.items():
             if not isinstance(intent.action, Launch) or tag in busy:

@@ -107,10 +107,13 @@ class Allocation(Struct, frozen=True):
     releasing: bool = False
     not_before: float = 0.0
     """its give-back was refused: not asked for again before this time"""
+    stray: bool = False
+    """it landed after it had been given up: never used, only given back"""
 
     @property
     def running(self) -> bool:
-        return not self.releasing and self.seen is not None and self.seen.state is AllocationState.RUNNING
+        held = not self.releasing and not self.stray
+        return held and self.seen is not None and self.seen.state is AllocationState.RUNNING
 
 
 class Lingering(Struct, frozen=True):
@@ -351,9 +354,10 @@ def _fenced(state: State, at: float, fence: Fence) -> State:
 
 def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
     held = state.allocations.get(event.tag)
+    over = event.seen is None or event.seen.state is AllocationState.ENDED
     if held is None:
-        return state
-    if event.seen is None or event.seen.state is AllocationState.ENDED:
+        return state if over else _with(state, allocations={**state.allocations, event.tag: _stray(state, at, event)})
+    if event.seen is None or over:
         return _with(
             state,
             allocations=_without(state.allocations, event.tag),
@@ -362,6 +366,8 @@ def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) ->
             intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
         )
     held = msgspec.structs.replace(held, seen=event.seen)
+    if held.stray:
+        return _with(state, allocations={**state.allocations, event.tag: held})
     nodes = _left(state.nodes, event.tag, event.seen.nodes)
     for name in event.seen.nodes:
         node = nodes.get(name) or Node(name, event.tag)
@@ -369,6 +375,10 @@ def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) ->
             node = msgspec.structs.replace(node, allocation=event.tag, seen=None)
         nodes[name] = node
     return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes)
+
+
+def _stray(state: State, at: float, event: ev.AllocationChanged) -> Allocation:
+    return Allocation(event.tag, Ask(event.tag, 0, state.job.node, 0.0), at, event.seen, stray=True)
 
 
 def _launches_into(action: Outside, allocation: str) -> bool:

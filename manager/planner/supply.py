@@ -54,7 +54,9 @@ def _overdue(state: State, now: float) -> tuple[list[Action], float]:
     """Requests that were not met by their deadline are given back, and the ladder goes on one rung down."""
     wake = NEVER
     for allocation in state.allocations.values():
-        if allocation.running or allocation.releasing or allocation.tag in state.intents:
+        if allocation.stray and not allocation.releasing and now >= allocation.not_before:
+            return [Release(allocation.tag, Why((f"{allocation.tag} landed after it had been given up",)))], now
+        if allocation.stray or allocation.running or allocation.releasing or allocation.tag in state.intents:
             continue  # a request that nobody has answered is settled first: it may land after its give-back
         deadline = max(allocation.at + state.job.limits.allocation, allocation.not_before)
         if now < deadline:

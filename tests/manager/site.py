@@ -74,6 +74,9 @@ class Site:
         """what is asked is done, and nobody hears of it"""
         self.deaf = 0
         """so many asks are neither done nor answered"""
+        self.full_after: int | None = None
+        """number of the record after which the disk is full, for so many flushes:"""
+        self.full_flushes = 6
         self.blink = False
         """every second look misses allocations and steps, or cannot be read"""
         self.looks = 0
@@ -421,6 +424,10 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
                 mortals.record(self, stamped)
 
         def flush(self) -> None:
+            full = mortals.full_after is not None and len(mortals.records) >= mortals.full_after
+            if full and mortals.full_flushes:
+                mortals.full_flushes -= 1
+                raise OSError(28, "No space left on device")
             if not mortals.now.dead:
                 super().flush()
 

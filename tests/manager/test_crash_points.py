@@ -18,7 +18,7 @@ import pytest
 from msgspec import Struct
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Outside, Request
+from rrl.manager.actions import Outside, Release, Request, StopStep
 from rrl.manager.journal import read_state, replay
 from rrl.manager.state import State, fold
 from rrl.spec.faults import Fault, FaultKind
@@ -197,3 +197,42 @@ def test_nobody_else_is_touched_by_the_death_of_a_rollout_and_of_a_node() -> Non
     site, _, _ = lived()
     lives = {s.event.life.replica: s.event.life.incarnation for s in site.records if isinstance(s.event, ev.Joined)}
     assert lives == {STORE: 1, REWARD: 1, TRAINER: 1, R0: 2, R1: 2}
+
+
+def epochs_of(site: Site, kind: type[ev.Event]) -> list[ev.Stamped]:
+    return [stamped for stamped in site.records if isinstance(stamped.event, kind)]
+
+
+def first(records: list[ev.Stamped], matches: Callable[[ev.Event], bool]) -> int:
+    """Number of the first record that matches, from 1."""
+    return next(number for number, stamped in enumerate(records, 1) if matches(stamped.event))
+
+
+def test_an_end_that_was_written_but_not_yet_judged_is_judged_by_the_next_manager_at_once() -> None:
+    records = lived()[0].records
+    ended = first(records, lambda event: isinstance(event, ev.StepEnded))
+    site, outcome, state = lived(prepared=lambda site: setattr(site, "kill_at", ended))
+    assert_ended_well(COMPLETES, site, outcome, state)
+    started = epochs_of(site, ev.ManagerStarted)[1]
+    fenced = next(s for s in epochs_of(site, ev.Decided) if s.epoch == 2)
+    assert fenced.at - started.at < 5.0  # and not when its join deadline has passed
+
+
+@pytest.mark.parametrize("kind", [Release, StopStep])
+def test_what_was_intended_while_the_disk_was_full_is_done_when_it_is_not(kind: type[Outside]) -> None:
+    records = lived()[0].records
+    intended = first(records, lambda event: isinstance(event, ev.Intended) and isinstance(event.action, kind))
+    site, outcome, state = lived(prepared=lambda site: setattr(site, "full_after", intended))
+    assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_the_last_record_is_written_once_whoever_dies_over_it() -> None:
+    records = lived()[0].records
+    site, _, _ = lived(prepared=lambda site: setattr(site, "kill_at", len(records)))
+    assert len(epochs_of(site, ev.RunEnded)) == 1
+
+
+def test_the_time_without_a_manager_is_in_the_journal() -> None:
+    site, _, _ = lived(prepared=lambda site: setattr(site, "kill_at", 60))
+    (second,) = (s for s in epochs_of(site, ev.ManagerStarted) if s.epoch == 2)
+    assert second.at - site.records[59].at >= LIMITS.lease

@@ -7,6 +7,7 @@ import pytest
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Release, Request, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed
+from rrl.manager.planner import plan
 from rrl.manager.settle import Misses, hungry, settle
 from rrl.manager.state import State, fold
 from rrl.spec.launch import tag_of
@@ -121,6 +122,17 @@ def test_what_could_not_be_read_changes_nothing_and_is_no_miss() -> None:
     request = Looks(REQUEST)
     for at in (QUIET + 1, 10 * QUIET):
         assert request.look(BLIND, at=at) == []
+
+
+def test_a_request_that_lands_after_it_was_given_up_is_given_back_and_never_used() -> None:
+    late = f"{RUN}.more-7"
+    looks = Looks(*HELD)
+    (found,) = looks.look(listed(RUNNING, **{late: AllocationSeen(AllocationState.RUNNING, "9", (NodeName("n9"),))}))
+    assert found == ev.AllocationChanged(late, AllocationSeen(AllocationState.RUNNING, "9", (NodeName("n9"),)))
+    assert looks.state is not None
+    assert NodeName("n9") not in looks.state.nodes
+    actions = [action for action in plan(looks.state, 1.0).actions if isinstance(action, Release)]
+    assert [action.allocation for action in actions] == [late]
 
 
 def test_a_launch_whose_step_is_listed_stays_open_until_the_step_speaks() -> None:
