@@ -22,7 +22,7 @@ from rrl.manager.journal import Follower, replay
 from rrl.manager.state import State, Status, workers
 from rrl.spec.launch import LAUNCH_ENV
 from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Life, ReplicaId
+from rrl.spec.words import Life, Outcome, ReplicaId
 from rrl.tests.lab.slurm import SlurmLab
 
 DEADLINE = 120.0
@@ -118,12 +118,24 @@ class TestRun:
     def let_go(self, index: int) -> None:
         (self.run.path / f"hold.{index}").unlink()
 
+    def continued(self, dead: float) -> list[int]:
+        """Trained trajectories that the light life of mark ``dead`` began and another one finished, tokens in order."""
+        continued = []
+        for path in sorted((self.run.path / "batches").glob("*.json")):
+            for one in json.loads(path.read_text()):
+                assert one["tokens"] == [one["tokens"][0]] * 4 + [1], one
+                if dead in one["marks"] and len(set(one["marks"])) > 1:
+                    continued.append(one["id"])
+        return continued
+
     def wait_gone(self, within: float = 30.0) -> None:
-        """No process of this run is left (invariant 7)."""
+        """No process of this run is left, and no file of it outside of its run directory (invariant 7)."""
         until = time.monotonic() + within
         while left := dict(processes_of(self.run)):
             assert time.monotonic() < until, f"left behind: {left}"
             time.sleep(0.1)
+        files = [path for folder in ("/tmp", "/dev/shm", "/run") for path in Path(folder).glob(f"*{self.run.id}*")]
+        assert not files
 
     def processes(self) -> dict[int, str]:
         return dict(processes_of(self.run))
@@ -180,6 +192,7 @@ def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
 def check_sound(run: RunDir) -> None:
     """The invariants that the records of a finished run can show."""
     believed: dict[ReplicaId, int] = {}
+    outcome = None
     for stamped in replay(run):
         event = stamped.event
         if isinstance(event, ev.Intended | ev.Decided):
@@ -187,9 +200,11 @@ def check_sound(run: RunDir) -> None:
         if isinstance(event, ev.Joined):  # invariant 2: joined lives only ever go up
             assert event.life.incarnation >= believed.get(event.life.replica, 0)
             believed[event.life.replica] = event.life.incarnation
+        if isinstance(event, ev.RunEnded):
+            outcome = event.outcome
     audit = msgspec.json.decode((run.store / "audit.json").read_bytes())
     assert audit["made"] == audit["trained"] + sum(audit["dropped"].values()) + audit["open"]  # invariant 1
-    assert audit["open"] == 0 or audit["committed"] < 1
+    assert audit["open"] == 0 or outcome is not Outcome.COMPLETED
     groups = [group for groups in audit["steps"].values() for group in groups]
     assert len(groups) == len(set(groups)), "a group was trained twice"
 

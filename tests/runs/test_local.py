@@ -50,21 +50,10 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
     kept, now = others(before, after, [VICTIM])
     assert now == kept, "somebody else was touched"
     _end_well(run)
-    assert _continued(run, dead=-101.0), "nothing that the dead rollout began was gone on with"
+    assert run.continued(dead=-101.0), "nothing that the dead rollout began was gone on with"
     recovery = run.summary()["recoveries"]
     assert [(r["replica"], r["rung"]) for r in recovery] == [("rollout/1", "restart in place")]
     assert None not in (recovery[0]["detect_s"], recovery[0]["weights_s"], recovery[0]["first_work_s"])
-
-
-def _continued(run: TestRun, dead: float) -> list[int]:
-    """Trained trajectories that the life of mark ``dead`` began and another one finished, tokens in order."""
-    continued = []
-    for path in sorted((run.run.path / "batches").glob("*.json")):
-        for one in json.loads(path.read_text()):
-            assert one["tokens"] == [one["tokens"][0]] * 4 + [1], one
-            if dead in one["marks"] and len(set(one["marks"])) > 1:
-                continued.append(one["id"])
-    return continued
 
 
 def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back(tmp_path: Path) -> None:

@@ -32,16 +32,21 @@ def _wait_no_jobs(lab: SlurmLab) -> None:
         time.sleep(0.2)
 
 
-def test_a_killed_rollout_alone_comes_back(slurm_lab: SlurmLab) -> None:
+def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(
+    slurm_lab: SlurmLab,
+) -> None:
     run = submit_on(slurm_lab, "kill-role", light_job("slurm", 30, spares=0))
     before = lives(run.wait_steps(3))
     pid = before[VICTIM][1]
     assert pid is not None
+    run.hold_in_the_middle(1)
     os.killpg(os.getpgid(pid), signal.SIGKILL)
+    run.let_go(1)
     after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
     kept, now = others(before, after, [VICTIM])
     assert now == kept, "somebody else was touched"
     _end_well(run, slurm_lab)
+    assert run.continued(dead=-101.0), "nothing that the dead rollout began was gone on with"
 
 
 def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_back(slurm_lab: SlurmLab) -> None:

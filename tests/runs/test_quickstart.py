@@ -1,0 +1,34 @@
+"""The shipped quickstart with its real roles (torch, transformers, reasoning-gym, UCX), a few steps of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.runs import check_sound, submit_here
+
+QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
+VICTIM = ReplicaId("rollout/1")
+
+
+@pytest.mark.torch
+def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current_weights(tmp_path: Path) -> None:
+    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace("at_step = 60", "at_step = 5")
+    run = submit_here(tmp_path, toml)
+    run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and s.replica(VICTIM).holds is not None, within=240)
+    killed_at = next(s.event.step for s in reversed(run.events()) if isinstance(s.event, ev.StepCommitted))
+    run.wait(lambda s: s.step > killed_at, within=240)
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(60) == 0
+    run.wait_gone()
+    check_sound(run.run)
+    serves = {s.event.serves for s in run.events() if isinstance(s.event, ev.Joined) and s.event.serves}
+    assert all(address.startswith("ucx://") for address in serves), "weights did not move over UCX"
+    recovery = next(r for r in run.summary()["recoveries"] if r["replica"] == VICTIM)
+    assert recovery["injected"]
+    assert recovery["weights_s"] is not None, "it was given work before it held weights"
+    ended = {s.event.why for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9}
+    assert ended == {"signalled"}, "a role had to be killed at the end though it was asked to leave"
