@@ -39,6 +39,6 @@ def _row(run: RunDir) -> dict[str, Any]:
         return row
     return row | {
         "outcome": state.outcome, "standing": standing(state)[0], "step": state.step, "steps": state.job.steps,
-        "reward": state.last_rewards[-1] if state.last_rewards else None, "recoveries": state.recoveries,
+        "reward": state.rewards.latest, "recoveries": state.recoveries,
         "started": state.started, "ended": state.ended,
     }  # fmt: skip

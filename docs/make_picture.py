@@ -18,8 +18,9 @@ from rich.terminal_theme import TerminalTheme
 
 from rrl.cli.views.status import status_view
 from rrl.manager import events as ev
+from rrl.manager.fold import fold
 from rrl.manager.journal import replay
-from rrl.manager.state import State, fold, workers
+from rrl.manager.state import State, workers
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import role_of
 

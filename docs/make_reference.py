@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rrl.spec import jobview
-from rrl.spec.job import Job
-from rrl.spec.units import DURATION, SIZE
+from rrl.spec.job import Job, PhaseTable
+from rrl.spec.phases import PHASES, Phase
+from rrl.spec.units import DURATION, SIZE, duration_text
 from rrl.spec.write import field_text
 
 PAGE = Path(__file__).parent / "job.md"
@@ -57,7 +59,10 @@ def _table(model: type[BaseModel], path: tuple[str, ...], many: bool = False) ->
     below: list[str] = []
     for name, field in model.model_fields.items():
         if table := _model_of(field.annotation):
-            below += _table(table, (*path, name), many=field.annotation is not table)
+            if get_origin(field.annotation) is dict:
+                below += _named_by_the_user(table, (*path, name, "*"))
+            else:
+                below += _table(table, (*path, name), many=field.annotation is not table)
         elif not path:  # a free table
             below.append(f"## `[{name}]`\n\n{_meaning(field.description)}\n")
         elif name not in _shared(model):
@@ -67,6 +72,20 @@ def _table(model: type[BaseModel], path: tuple[str, ...], many: bool = False) ->
         return [*_section("[roles.*]", common, [_row(*one, path) for one in common.model_fields.items()]), *below]
     title = ".".join(path)
     return [*(_section(f"[[{title}]]" if many else f"[{title}]", model, rows) if path else ()), *below]
+
+
+def _named_by_the_user(table: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
+    yield from _table(table, path)
+    if table is PhaseTable:
+        yield "| phase of rrl's | shortest | longest | it |\n|---|---|---|---|"
+        yield from (_phase(one) for one in PHASES.values())
+        yield ""
+
+
+def _phase(one: Phase) -> str:
+    longest = "for ever" if one.longest == math.inf else f'`"{duration_text(one.longest)}"`'
+    what = "progresses" if one.progresses else f"waits for {one.waits_for}" if one.waits_for else "does its work"
+    return f'| `{one.name}` | `"{duration_text(one.shortest)}"` | {longest} | {what} |'
 
 
 def _section(title: str, model: type[BaseModel], rows: Sequence[str]) -> Iterator[str]:
@@ -136,8 +155,10 @@ def _quoted(value: object) -> str:
 
 # ── reading the code ───────────────────────────────────────────────────────────────────────────────────────────────
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a table, or of an array of tables."""
-    one = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
+    """The model of a table, of an array of tables, or of tables that the user names."""
+    inside: dict[Any, int] = {tuple: 0, dict: 1}
+    origin = get_origin(annotation)
+    one = get_args(annotation)[inside[origin]] if origin in inside else annotation
     return one if isinstance(one, type) and issubclass(one, BaseModel) else None
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from rrl.health.progress import waits
 from rrl.health.sightings import ReplicaSighting, Watch
-from rrl.spec.phases import phase
 from rrl.spec.words import Cause, Evidence, Finding, Remedy, ReplicaId, Verdict, role_of
 
 _STANDING = ("wait_overdue", "idle")
@@ -39,7 +38,7 @@ def charge(findings: Sequence[Finding], watch: Watch) -> list[Finding]:
 
 
 def _everybody_stands(watch: Watch, standing: Mapping[ReplicaId, Finding]) -> bool:
-    return all(seen.leaving_at is not None or seen.life.replica in standing for seen in watch.workers())
+    return all(seen.left_at is not None or seen.life.replica in standing for seen in watch.workers())
 
 
 def _ends(watch: Watch, standing: Mapping[ReplicaId, Finding]) -> dict[ReplicaId, ReplicaId | None]:
@@ -73,7 +72,7 @@ def _waits_for(
     """Whom it named, else the foremost of the role that its phase waits for; None when there is no such replica."""
     if seen.waits_for is not None:
         return seen.waits_for if seen.waits_for in standing else None
-    return of_role.get(phase(seen.phase or "").waits_for or "")
+    return of_role.get(seen.declared.waits_for or "")
 
 
 def _foremost(watch: Watch, standing: Mapping[ReplicaId, Finding]) -> dict[str, ReplicaId]:

@@ -45,6 +45,7 @@ def detect(watch: Watch, limits: Limits, now: float) -> tuple[list[Finding], flo
     memo = watch.memo
     if not isinstance(memo, _Memo) or memo.limits != limits or now < memo.now:
         watch.memo = memo = _Memo(limits, now)
+        watch.heed(limits)
         watch.touched.update(watch.nodes)
     memo.now = now
     again = watch.touched | set(_come_due(memo, now))

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from math import inf
 from signal import Signals
 
-from rrl.health.sightings import STARTING, NodeSighting, ReplicaSighting
+from rrl.health.sightings import NodeSighting, ReplicaSighting
 from rrl.spec.jobview import Limits
-from rrl.spec.phases import PHASES, phase
 from rrl.spec.words import Cause, Evidence, Finding, Remedy, Verdict
 
 Judged = tuple[Finding | None, float]
@@ -24,22 +23,25 @@ Detector = Callable[[ReplicaSighting, Limits, float], Judged]
 NodeDetector = Callable[[NodeSighting, Limits, float], Judged]
 
 _MISSES = 3
+_SLOW_START = 5
+"""times ``limits.join``: so long may a step take to join of which the agent says that it lives"""
 _NOTHING: Judged = (None, inf)
 
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def exit_record(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
-    """Its step ended. After a goodbye, or when asked to stop, only an exit code of its own is worth a warning."""
+    """Its step ended. When it was asked to stop, only an exit code of its own is worth a warning; else the end is a
+    failure, with a goodbye or without: a role works until it is told that it is over."""
     end = seen.exit
     if end is None:
         return _NOTHING
-    leaving = seen.leaving_at is not None
-    if leaving and (not end.code or end.why == "asked"):
+    asked = seen.leaving_at is not None
+    if asked and (not end.code or end.why == "asked"):
         return _NOTHING
     if end.code == 0 and now < (due := end.at + _patience(limits)):
-        return None, due  # its goodbye came by another connection, and may still be on the way
+        return None, due  # what it said by another connection, that the run is complete, may still be on the way
     text = _how_it_ended(end.code, end.signal, end.why)
-    if leaving:
+    if asked:
         return _about(seen, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
     return _about(seen, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True), inf
 
@@ -51,6 +53,20 @@ def step_gone(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
         return _NOTHING
     text = "its process is no more, and left no exit record"
     return _about(seen, "step_gone", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "agent", text, True), inf
+
+
+# ── the end that does not come ───────────────────────────────────────────────────────────────────────────────────────
+def never_left(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It said Goodbye, nobody asked it to, and it has not ended: stuck in its own cleaning up, it would be missed by
+    every other detector."""
+    if seen.goodbye_at is None or seen.leaving_at is not None or seen.ended:
+        return _NOTHING
+    longest = limits.phase("stopping").longest
+    due = seen.goodbye_at + longest
+    if now < due:
+        return None, due
+    text = f"it has not ended within {longest:g} s of its goodbye"
+    return _about(seen, "never_left", Verdict.FAIL, Cause.HANG, Remedy.RESTART, seen.goodbye_at, "worker", text), inf
 
 
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,14 +82,18 @@ def worker_silence(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 
 
 def never_joined(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
-    """It was launched, and never said Hello."""
+    """It was launched, and never said Hello. As long as the agent says that its step lives, it may just be slow."""
     if not _expected_to_speak(seen) or seen.status != "launched":
         return _NOTHING
-    due = seen.launched_at + limits.join
+    since = seen.launched_at
+    due = since + limits.join
     if now < due:
         return None, due
     text = f"no Hello within {limits.join:g} s of its launch or of this manager's start"
-    return _silent(seen, limits, "never_joined", seen.launched_at, text), inf
+    if now < (last := _joins_by(seen, limits)):
+        text += f"; the agent says that its step lives: it has {_SLOW_START} times as long"
+        return _about(seen, "never_joined", Verdict.WARN, Cause.PROCESS, Remedy.NONE, since, "agent", text), last
+    return _silent(seen, limits, "never_joined", since, text), inf
 
 
 def _silent(seen: ReplicaSighting, limits: Limits, detector: str, since: float, text: str) -> Finding:
@@ -92,7 +112,7 @@ def _silent(seen: ReplicaSighting, limits: Limits, detector: str, since: float, 
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def no_progress(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """Beats go on, ``done`` does not rise, in a phase that must progress."""
-    if not _works(seen) or waits(seen) or not phase(_phase(seen)).progresses:
+    if not _works(seen) or waits(seen) or not seen.declared.progresses:
         return _NOTHING
     return _stands(seen, limits, now, "no_progress", Verdict.FAIL, "no progress")
 
@@ -100,13 +120,12 @@ def no_progress(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 def phase_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """It does not come out of a phase that must end, and shows no progress in it either.
 
-    Of a phase that is not declared, or of code between phases, nobody knows how long it may last: a warning, no more.
+    Of a phase that neither rrl nor the job declares nobody knows how long it may last: a warning, no more.
     """
-    declared = phase(_phase(seen))
+    declared = seen.declared
     if not _works(seen) or waits(seen) or declared.progresses or declared.longest == inf:
         return _NOTHING
-    between = declared.name == STARTING and not seen.first_pass
-    verdict = Verdict.FAIL if declared.name in PHASES and not between else Verdict.WARN
+    verdict = Verdict.FAIL if limits.knows(declared.name) else Verdict.WARN
     return _stands(seen, limits, now, "phase_overdue", verdict, "it does not end")
 
 
@@ -114,20 +133,20 @@ def wait_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """It waits for too long. Raw material for ``blame.charge``, which never lets it through as it is."""
     if not _works(seen) or not waits(seen):
         return _NOTHING
-    whom = seen.waits_for or f"any {phase(_phase(seen)).waits_for}"
+    whom = seen.waits_for or f"any {seen.declared.waits_for}"
     return _stands(seen, limits, now, "wait_overdue", Verdict.UNKNOWN, f"it waits for {whom}")
 
 
 def idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """A service does nothing: mostly because nobody asks. Raw material for ``blame.charge``, like ``wait_overdue``."""
-    if not _works(seen) or waits(seen) or phase(_phase(seen)).longest != inf or phase(_phase(seen)).progresses:
+    if not _works(seen) or waits(seen) or seen.declared.longest != inf or seen.declared.progresses:
         return _NOTHING
     return _stands(seen, limits, now, "idle", Verdict.UNKNOWN, "it does nothing")
 
 
 def waits(seen: ReplicaSighting) -> bool:
     """Whatever stops it is somebody else's: it says so, or its phase does."""
-    return seen.waits_for is not None or phase(_phase(seen)).waits_for is not None
+    return seen.waits_for is not None or seen.declared.waits_for is not None
 
 
 def _stands(seen: ReplicaSighting, limits: Limits, now: float, detector: str, verdict: Verdict, what: str) -> Judged:
@@ -144,7 +163,7 @@ def _stands(seen: ReplicaSighting, limits: Limits, now: float, detector: str, ve
 
 def _deadline(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
     """Seconds that the clock may run, and where the number comes from."""
-    declared = phase(_phase(seen))
+    declared = seen.declared
     if declared.longest == inf:
         return declared.shortest, f"{declared.shortest:g} s"
     if seen.usual is None:
@@ -158,7 +177,7 @@ def _deadline(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
 
 
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
-    exit_record, step_gone, never_joined, worker_silence, no_progress, phase_overdue, wait_overdue, idle
+    exit_record, step_gone, never_left, never_joined, worker_silence, no_progress, phase_overdue, wait_overdue, idle
 )  # fmt: skip
 
 
@@ -205,7 +224,7 @@ NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost)
 
 def _witness(seen: ReplicaSighting, limits: Limits) -> bool:
     """Its silence says something: it did not end, and if it was to leave, it was overdue before that."""
-    left = seen.leaving_at is not None and seen.leaving_at < _speaks_by(seen, limits)
+    left = seen.left_at is not None and seen.left_at < _speaks_by(seen, limits)
     return not seen.ended and not left
 
 
@@ -221,21 +240,21 @@ def _silence(limits: Limits) -> float:
 
 def _speaks_by(seen: ReplicaSighting, limits: Limits) -> float:
     """When its silence becomes a fact."""
-    if seen.status == "launched":
-        return seen.launched_at + limits.join
-    return seen.last_heard + _silence(limits)
+    return _joins_by(seen, limits) if seen.status == "launched" else seen.last_heard + _silence(limits)
+
+
+def _joins_by(seen: ReplicaSighting, limits: Limits) -> float:
+    """``limits.join`` after its launch or its step's last sign of life, but not for ever."""
+    alive_at = seen.launched_at if seen.alive_at is None else seen.alive_at
+    return min(max(seen.launched_at, alive_at) + limits.join, seen.launched_at + _SLOW_START * limits.join)
 
 
 def _expected_to_speak(seen: ReplicaSighting) -> bool:
-    return not seen.ended and seen.leaving_at is None
+    return not seen.ended and seen.left_at is None
 
 
 def _works(seen: ReplicaSighting) -> bool:
     return _expected_to_speak(seen) and seen.status == "joined" and not seen.is_agent and seen.phase is not None
-
-
-def _phase(seen: ReplicaSighting) -> str:
-    return seen.phase or ""
 
 
 def _how_it_ended(code: int | None, signal: int | None, why: str) -> str:
@@ -244,7 +263,7 @@ def _how_it_ended(code: int | None, signal: int | None, why: str) -> str:
         return f"ended by signal {signal} ({name}); {why}"
     if code is None:
         return why
-    return f"exited with code {code}" + (" without a goodbye" if code == 0 else "") + f"; {why}"
+    return f"exited with code {code}" + (", but nobody asked it to" if code == 0 else "") + f"; {why}"
 
 
 def _few(names: list[str]) -> str:

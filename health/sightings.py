@@ -14,12 +14,13 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rrl.spec.phases import phase as phase_named
+from rrl.spec.jobview import Limits
+from rrl.spec.phases import Phase
 from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, role_of
 
 STARTING = "starting"
-"""what a worker says before its first phase, and again between phases (``Worker.phase`` falls back to what was before):
-only the first time does it mean that it starts"""
+"""what a worker says before its first phase; how long that took says nothing of the next start, on another node"""
+_UNNAMED = Phase("")
 _WINDOW = 32
 """durations remembered per role and phase"""
 _ENOUGH = 3
@@ -48,7 +49,10 @@ class ReplicaSighting:
     status: Literal["launched", "joined"] = "launched"
     joined_at: float | None = None
     phase: str | None = None
+    declared: Phase = _UNNAMED
+    """what the job says of ``phase``"""
     phase_since: float = 0.0
+    """or since when it is not blocked by another replica any more, if that is later"""
     done: int | None = None
     done_changed_at: float = 0.0
     """when ``done`` last rose"""
@@ -63,8 +67,12 @@ class ReplicaSighting:
     """the beginning of what ``clock`` measures was seen, so that its duration means something"""
     exit: StepEnd | None = None
     gone_witnessed_at: float | None = None
+    alive_at: float | None = None
+    """when its node's agent last said that its step lives"""
+    goodbye_at: float | None = None
+    """it said Goodbye: its silence is expected; its end is not, for nobody asked for it"""
     leaving_at: float | None = None
-    """it said Goodbye, or was asked to stop: from then on its end and its silence are expected"""
+    """it was asked to stop: from then on its end and its silence are expected"""
 
     @property
     def node(self) -> NodeName:
@@ -79,8 +87,13 @@ class ReplicaSighting:
         return self.exit is not None or self.gone_witnessed_at is not None
 
     @property
+    def left_at(self) -> float | None:
+        """Since when nothing need be heard of it."""
+        return min((at for at in (self.goodbye_at, self.leaving_at) if at is not None), default=None)
+
+    @property
     def clock(self) -> float:
-        """Since when nothing has moved: the phase began, or ``done`` last rose."""
+        """Since when nothing has moved: the phase began, ``done`` last rose, or another replica last blocked it."""
         return max(self.phase_since, self.done_changed_at)
 
     @property
@@ -124,8 +137,16 @@ class Watch:
         """nodes where anything was seen since the last ``detect``, which empties it"""
         self.memo: object = None
         """``guards.detect`` remembers here what it concluded; nobody else reads it"""
+        self._limits = Limits()
         self._usual: dict[tuple[str, str], deque[float]] = {}
         self._forgotten: dict[ReplicaId, int] = {}
+
+    def heed(self, limits: Limits) -> None:
+        """Judge phases as this job has them. ``guards.detect`` calls it; what was heard before stays as it was kept."""
+        self._limits = limits
+        for seen in self.replicas.values():
+            if seen.phase is not None:
+                seen.declared = limits.phase(seen.phase)
 
     # ── told by the manager ──────────────────────────────────────────────────────────────────────────────────────────
     def launched(self, life: Life, node: NodeName, now: float) -> None:
@@ -133,9 +154,14 @@ class Watch:
         self._sighting(life, node, now)
 
     def leaving(self, life: Life, now: float) -> None:
-        """It said Goodbye or was asked to stop."""
+        """The manager asks it to stop: its end is what the manager wants."""
         if (seen := self._known(life)) and seen.leaving_at is None:
             seen.leaving_at = now
+
+    def goodbye(self, life: Life, now: float) -> None:
+        """It said Goodbye. It need not be heard any more, but unless it is asked to stop, its end is a failure."""
+        if (seen := self._known(life)) and seen.goodbye_at is None:
+            seen.goodbye_at = now
 
     def forget(self, life: Life) -> None:
         """It is not believed any more; what it may still say is ignored."""
@@ -164,6 +190,8 @@ class Watch:
             seen.status, seen.joined_at, seen.last_source = "launched", None, "restart"
             seen.launched_at = seen.last_heard = seen.phase_since = seen.done_changed_at = now
             seen.beats, seen.whole = 0, False
+            if seen.goodbye_at is not None:
+                seen.goodbye_at = now
         for home in self.nodes.values():
             home.last_heard = home.state = home.down_said = None
             home.detail, home.since, home.observations = "", now, 0
@@ -190,9 +218,13 @@ class Watch:
         if seen := self._known(life):
             self._heard(seen, "beat", now)
             seen.beats += 1
+            if seen.waits_for is not None and waits_for is None:
+                self._unblocked(seen, now)
             self._advance(seen, done, now)
             if seen.phase != phase:
                 self._begin(seen, phase, now)
+            elif seen.waits_for is None and waits_for is not None and seen.declared.waits_for is None:
+                seen.whole = False  # what another replica takes of its time is not usual
             seen.waits_for = waits_for
 
     def entered(self, life: Life, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
@@ -204,15 +236,20 @@ class Watch:
             seen.waits_for = waits_for
 
     def step_ended(self, life: Life, code: int | None, signal: int | None, why: str, now: float) -> None:
-        """Its exit record, told or read; the first one counts. ``unwanted`` is a second step of the same tag that was
-        sent away, and says nothing about the one that was admitted."""
-        if (seen := self._known(life)) and seen.exit is None and why != "unwanted":
+        """Its exit record, told or read; the first one counts. ``unwanted: …`` is a step that was never admitted, maybe
+        the second of its tag: it says nothing about the one that was, and if none was, none will join."""
+        if (seen := self._known(life)) and seen.exit is None and not why.startswith("unwanted"):
             seen.exit = StepEnd(code, signal, why, now)
 
     def gone(self, life: Life, now: float) -> None:
         """The agent witnessed that its first process is no more, without an exit record."""
         if (seen := self._known(life)) and seen.gone_witnessed_at is None:
             seen.gone_witnessed_at = now
+
+    def step_alive(self, life: Life, now: float) -> None:
+        """The agent says that its first process lives. That is no Hello, but a slow start is not a lost one."""
+        if seen := self._known(life):
+            seen.alive_at = now
 
     # ── heard about nodes ────────────────────────────────────────────────────────────────────────────────────────────
     def agent_heard(self, node: NodeName, life: Life, now: float, boot: str = "") -> None:
@@ -290,7 +327,7 @@ class Watch:
         before, seen.done = seen.done, done if seen.done is None else max(done, seen.done)
         if before is None or done <= before:
             return
-        if seen.phase is not None and phase_named(seen.phase).progresses:
+        if seen.phase is not None and seen.declared.progresses:
             self._took(seen, now)
             seen.whole = True
             seen.passed.add(seen.phase)
@@ -299,12 +336,19 @@ class Watch:
         seen.beats = 0
 
     def _begin(self, seen: ReplicaSighting, phase: str, now: float) -> None:
-        if seen.phase is not None and not phase_named(seen.phase).progresses:
+        if seen.phase is not None and not seen.declared.progresses:
             self._took(seen, now)
             seen.passed.add(seen.phase)
         seen.whole = seen.phase is not None  # of the first phase heard of, the beginning was not seen
         seen.phase, seen.phase_since, seen.beats = phase, now, 0
+        seen.declared = self._limits.phase(phase)
         seen.usual = self._usual_of(seen)
+
+    def _unblocked(self, seen: ReplicaSighting, now: float) -> None:
+        """It goes on after another replica, mostly the store, kept it: that time was not its own. A phase that waits
+        by itself goes on waiting: between two questions to the store nobody is asked for a moment."""
+        if seen.declared.waits_for is None:
+            seen.phase_since, seen.beats, seen.whole = now, 0, False
 
     def _took(self, seen: ReplicaSighting, now: float) -> None:
         """Remember how long this took: a pass of a phase, or where progress counts the gap between two rises."""
@@ -312,7 +356,7 @@ class Watch:
         if seen.phase == STARTING:
             return
         if seen.whole and not seen.first_pass:  # a first pass compiles and warms up: not usual
-            since = seen.clock if phase_named(seen.phase).progresses else seen.phase_since
+            since = seen.clock if seen.declared.progresses else seen.phase_since
             durations = self._usual.setdefault(_role_phase(seen), deque(maxlen=_WINDOW))
             durations.append(now - since)
 

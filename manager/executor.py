@@ -7,6 +7,7 @@ nobody knows (``Unanswered``), not at all: then the next look at the cluster set
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Awaitable, Callable
 
 from rrl.manager.actions import Launch, Outside, Perform, Release, Request, StopStep
@@ -68,20 +69,19 @@ class Executor:
             try:
                 self._check()
                 await self._carry_out(action)
+                return
             except LeaseLost:
                 return
             except Refused as error:
                 self._record(Done(action.tag, False, str(error)))
                 return
             except Unanswered:
-                if isinstance(action, Request | Launch):
-                    return  # settled by its tag; asking twice could give two
-                await asyncio.sleep(AGAIN)
-            except OSError as error:  # the run directory: nothing was handed to the cluster
-                self._record(Done(action.tag, False, f"the run directory cannot be written: {error}"))
-                return
-            else:
-                return
+                pass
+            except Exception:  # whatever a cluster can come up with must not leave an intent open for ever
+                traceback.print_exc()
+            if isinstance(action, Request | Launch | Perform):
+                return  # settled by its tag, or not worth a second try: asking twice could give two
+            await asyncio.sleep(AGAIN)
 
     async def _carry_out(self, action: Outside) -> None:
         if isinstance(action, Request):
@@ -91,7 +91,10 @@ class Executor:
             await self._cluster.release(action.allocation)
             self._record(Done(action.tag, True))
         elif isinstance(action, Launch):
-            step = await asyncio.to_thread(self._prepare, action)
+            try:
+                step = await asyncio.to_thread(self._prepare, action)
+            except OSError as error:  # the run directory: nothing was handed to the cluster
+                raise Refused(f"the run directory cannot be written: {error}") from error
             await self._cluster.launch(step)  # settled by the step's own Wanted, or by the cluster's listing
         elif isinstance(action, StopStep):
             if not await self._tell(action, action.grace + STEP_MARGIN):

@@ -67,9 +67,18 @@ class Ear:
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _wanted(self, incoming: Incoming, message: msg.Wanted) -> None:
-        """Admission: launched processes ask whether they are wanted; that makes a launch exactly once."""
+        """Admission: launched processes ask whether they are wanted; that makes a launch exactly once.
+
+        Who was admitted before and asks again (of a new manager) is told to leave in order when the run is ending."""
         state = self._state()
         replica = state.replica(message.life.replica)
+        held = state.lingering.get(message.tag)
+        if state.verdict is not None and (held is not None or (replica.step == message.tag and replica.pid)):
+            self.steps[message.tag] = incoming.peer
+            await self._send(incoming.peer, msg.Admitted(message.tag, True), incoming.ask)
+            grace = state.job.limits.step_grace
+            await self._send(incoming.peer, msg.Stop(message.life, grace, "the run is ending"), None)
+            return
         ok = state.believed(message.life) and replica.step == message.tag and state.verdict is None
         why = "" if ok else f"{message.life} is not wanted (newest is {replica.life}, {replica.status})"
         if ok:
@@ -151,12 +160,15 @@ class Ear:
         elif isinstance(message, msg.Committed):
             self._record(ev.StepCommitted(life, message.step, message.metrics))
         elif isinstance(message, msg.Goodbye):
-            watch.leaving(life, now)
+            watch.goodbye(life, now)
         elif isinstance(message, msg.AgentHello):
             watch.agent_heard(message.node, life, now, message.boot)
             self._record(ev.AgentJoined(life, message.node, message.host, message.pid))
         elif isinstance(message, msg.AgentBeat):
             watch.agent_heard(message.node, life, now)
+            for replica in self._state().replicas.values():
+                if replica.status is Status.STARTING and replica.step in message.alive:
+                    watch.step_alive(replica.life, now)
 
     def _phase(self, message: msg.Beat | msg.Entered) -> None:
         if self._state().replica(message.life.replica).phase != message.phase:

@@ -20,7 +20,8 @@ import msgspec
 from msgspec import Struct
 
 from rrl.manager.events import Stamped
-from rrl.manager.state import State, fold
+from rrl.manager.fold import fold
+from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
 
 SCHEMA = 1

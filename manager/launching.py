@@ -14,9 +14,11 @@ from rrl.spec.jobview import Resources
 from rrl.spec.launch import Launch
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import AGENT, role_of
+from rrl.transport.address import NETWORK_ENV
 
 ALLOWED = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
+    NETWORK_ENV,
 )  # fmt: skip
 """What roles inherit of the manager's environment. SLURM_*, PMI*, PMIX* and OMPI_* are misread by torch, Hugging Face
 and mpi4py (docs/sources.md, sites), so that nothing passes that is not named."""

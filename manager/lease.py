@@ -55,12 +55,9 @@ class Lease:
             await _wait_until_still(run, epoch, patience)
         mine = Holder(socket.gethostname(), os.getpid(), 0, job)
         try:
-            fd = os.open(_file(run, epoch + 1), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            _create(_file(run, epoch + 1), msgspec.json.encode(mine))
         except FileExistsError:
             raise LeaseHeld(f"another manager of {run.id} has just started") from None
-        os.write(fd, msgspec.json.encode(mine))
-        os.fsync(fd)
-        os.close(fd)
         return cls(run, epoch + 1, mine)
 
     def check(self) -> None:
@@ -87,6 +84,14 @@ def holder(run: RunDir) -> Holder | None:
 
 def _file(run: RunDir, epoch: int) -> Path:
     return run.epochs / f"{epoch:06}"
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Raises FileExistsError: on any file system exactly one creates it."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _newest(run: RunDir) -> int:

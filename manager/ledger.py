@@ -2,7 +2,8 @@
 
 ETTR as RobustRL computes it (docs/sources.md): the time in which the trainer works counts whole; while it is being
 restored and rollouts go on, an interval counts #rollouts / (#rollouts + #trainers); with everything down it counts 0.
-``ettr_strict`` counts only intervals in which every replica works.
+``ettr_strict`` counts only intervals in which every replica works. Who was found to have failed has not worked since
+the failure's first trace, whatever it said.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import msgspec
 from msgspec import Struct
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Launch, Perform
+from rrl.manager.actions import Fence, Finish, Launch, Perform
 from rrl.manager.journal import replay
+from rrl.manager.worktime import Worktime
 from rrl.spec.jobview import JobView
 from rrl.spec.phases import phase
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, Life, ReplicaId, Verdict, role_of
+from rrl.spec.words import AGENT, Finding, Life, ReplicaId, Verdict, role_of
 
 
 class Recovery(Struct, frozen=True):
@@ -89,6 +91,7 @@ class _Trace:
 
     def __init__(self, fence: Fence, at: float) -> None:
         self.fence, self.fenced_at = fence, at
+        self.rung = fence.rung
         self.incarnation = fence.life.incarnation + 1
         self.failed_at: float | None = None
         self.found_at: float | None = None
@@ -105,7 +108,7 @@ class _Trace:
             replica=self.fence.life.replica,
             incarnation=self.incarnation,
             cause="; ".join(self.fence.why.evidence),
-            rung=self.fence.rung.value,
+            rung=self.rung.value,
             injected=self.injected,
             node_before=self.node_before,
             node_after=self.node_after,
@@ -121,60 +124,67 @@ class _Trace:
 class _Ledger:
     def __init__(self, run: str, job: JobView, at: float) -> None:
         self.run, self.job, self.began, self.now = run, job, at, at
-        self.rewards: list[float] = []
+        self.rewards: dict[int, float] = {}
+        """by step"""
         self.step, self.faults, self.epochs = 0, 0, 0
         self.outcome, self.why = "running", ""
         self.failures: dict[Life, float] = {}
         """when something about a life first went wrong"""
-        self.found: dict[Life, float] = {}
+        self.findings: dict[str, tuple[Finding, float]] = {}
+        """what stands against somebody now, and when it was found; by Finding.key"""
         self.injected: dict[Life, str] = {}
         """by which fault; from its intent on"""
         self.nodes: dict[Life, str] = {}
         self.lives: dict[ReplicaId, Life] = {}
+        self.launches: dict[str, Life] = {}
         self.traces: list[_Trace] = []
+        self.fenced: dict[Life, _Trace] = {}
+        """by the life that failed"""
         self.open: dict[Life, _Trace] = {}
         """by the life that replaces"""
-        self.working: set[ReplicaId] = set()
-        self.effective = self.strict = 0.0
-        self.over = False
+        self.worked = Worktime()
+        self.committed_at: float | None = None
+        """the first step"""
+        self.over: float | None = None
+        """since when the run's end is decided"""
 
     def enter(self, stamped: ev.Stamped) -> None:
-        self._time(stamped.at)
+        self.now = at = stamped.at
         event = stamped.event
         if isinstance(event, ev.Intended):
-            self._intended(event, stamped.at)
+            self._intended(event, at)
         elif isinstance(event, ev.Decided) and isinstance(event.action, Fence):
-            self._fenced(event.action, stamped.at)
+            self._fenced(event.action, at)
         elif isinstance(event, ev.StepEnded):
-            self.failures.setdefault(event.life, stamped.at)
-            self._down(event.life)
+            self.failures.setdefault(event.life, at)
+            self._down(event.life, at)
         elif isinstance(event, ev.FindingChanged):
-            self._found(event, stamped.at)
+            self._found(event.finding, at)
         elif isinstance(event, ev.Joined | ev.VersionHeld | ev.FirstWorkDone):
-            self._came_back(event, stamped.at)
-        elif isinstance(event, ev.PhaseEntered) and phase(event.phase).useful:
-            if self.lives.get(event.life.replica) == event.life:
-                self.working.add(event.life.replica)
+            self._came_back(event, at)
+        elif isinstance(event, ev.PhaseEntered):
+            self._phase(event, at)
         else:
-            self._rest(event)
+            self._rest(event, at)
 
-    def _rest(self, event: Any) -> None:
-        if isinstance(event, ev.StepCommitted) and event.step > self.step:
-            self.step = event.step
+    def _rest(self, event: Any, at: float) -> None:
+        if isinstance(event, ev.StepCommitted):
+            self.step = max(self.step, event.step)
+            self.committed_at = at if self.committed_at is None else self.committed_at
             if "reward" in event.metrics:
-                self.rewards.append(event.metrics["reward"])
+                self.rewards.setdefault(event.step, event.metrics["reward"])
         elif isinstance(event, ev.FaultInjected):
             self.faults += event.ok
             if not event.ok:
                 self._not_injected(event.fault)
-        elif isinstance(event, ev.Done) and event.tag.startswith("fault:") and not event.ok:
-            self._not_injected(event.tag.removeprefix("fault:"))
+        elif isinstance(event, ev.Done) and not event.ok:
+            self._not_done(event.tag)
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
             self.outcome, self.why = event.outcome.value, event.why
-        elif isinstance(event, ev.Decided):  # Finish, or a node out of use
-            self.over = self.over or hasattr(event.action, "outcome")
+        elif isinstance(event, ev.Decided) and isinstance(event.action, Finish) and self.over is None:
+            self.over = at
 
     def _intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
@@ -186,10 +196,18 @@ class _Ledger:
         elif isinstance(action, Launch):
             self.lives[action.life.replica] = action.life
             self.nodes[action.life] = action.node
+            self.launches[action.step] = action.life
             trace = next((t for t in reversed(self.traces) if t.fence.life.replica == action.life.replica), None)
             if trace is not None and trace.joined_at is None:
                 trace.node_after, trace.incarnation = action.node, action.life.incarnation
                 self.open[action.life] = trace
+
+    def _not_done(self, tag: str) -> None:
+        life = self.launches.get(tag)
+        if life is not None and life in self.open:  # it never lived: the failure before it goes on
+            self.fenced[life] = self.open[life]
+        if tag.startswith("fault:"):
+            self._not_injected(tag.removeprefix("fault:"))
 
     def _not_injected(self, fault: str) -> None:
         """It was not performed after all: what fails later is not its doing."""
@@ -198,27 +216,29 @@ class _Ledger:
             self.failures.pop(life, None)
 
     def _fenced(self, fence: Fence, at: float) -> None:
-        if role_of(fence.life.replica) == AGENT or self.over:
+        life = fence.life
+        if role_of(life.replica) == AGENT or self.over is not None:
             return
-        trace = _Trace(fence, at)
-        trace.node_before = self.nodes.get(fence.life, "")
-        trace.found_at = self.found.get(fence.life, at)
-        trace.failed_at = self.failures.get(fence.life, trace.found_at)
-        trace.injected = fence.life in self.injected
+        if life in self.fenced:  # given up before it came back
+            self.fenced[life].rung = fence.rung
+            return
+        trace = self.fenced[life] = _Trace(fence, at)
         self.traces.append(trace)
-        self._down(fence.life)
+        node = trace.node_before = self.nodes.get(life, "")
+        against = [(f, seen) for f, seen in self.findings.values() if f.life == life or (f.node and f.node == node)]
+        traced = [finding.since for finding, _ in against]
+        trace.found_at = min((seen for _, seen in against), default=at)
+        trace.injected = life in self.injected
+        failed = [self.failures[life]] if life in self.failures else []
+        trace.failed_at = failed[0] if trace.injected else min([*failed, *traced, trace.found_at])
+        self._down(life, min([*traced, at]))
+        self.findings = {key: held for key, held in self.findings.items() if held[0].life != life}
 
-    def _found(self, event: ev.FindingChanged, at: float) -> None:
-        finding = event.finding
+    def _found(self, finding: Finding, at: float) -> None:
         if finding.verdict is not Verdict.FAIL:
-            return
-        if finding.life is not None:
-            self.found.setdefault(finding.life, at)
-        else:
-            for life, node in self.nodes.items():
-                if node == finding.node and self.lives.get(life.replica) == life:
-                    self.found.setdefault(life, at)
-                    self.failures.setdefault(life, finding.since)
+            self.findings.pop(finding.key, None)
+        elif finding.key not in self.findings:
+            self.findings[finding.key] = finding, at
 
     def _came_back(self, event: ev.Joined | ev.VersionHeld | ev.FirstWorkDone, at: float) -> None:
         trace = self.open.get(event.life)
@@ -231,39 +251,49 @@ class _Ledger:
         else:
             trace.worked_at = trace.worked_at or at
 
-    def _down(self, life: Life) -> None:
-        if self.lives.get(life.replica) == life:
-            self.working.discard(life.replica)
-
-    def _time(self, at: float) -> None:
-        """Credit the interval up to ``at`` by who was working in it."""
-        span, self.now = at - self.now, at
-        if self.over:
+    def _phase(self, event: ev.PhaseEntered, at: float) -> None:
+        if self.lives.get(event.life.replica) != event.life or event.life in self.fenced:
             return
-        rollouts = sum(role_of(id) == "rollout" for id in self.working)
-        trainers = sum(role_of(id) == "trainer" for id in self.working)
+        if phase(event.phase).useful:
+            self.worked.begin(event.life.replica, at)
+        else:
+            self.worked.end(event.life.replica, at)
+
+    def _down(self, life: Life, at: float) -> None:
+        if self.lives.get(life.replica) == life:
+            self.worked.end(life.replica, at)
+
+    def _effective(self) -> tuple[float, float]:
+        """Seconds of effective training, and of everybody at work."""
         wanted = sum(role.replicas for role in self.job.kind("trainer"))
-        if trainers:
-            self.effective += span
-        elif rollouts and self.step:
-            self.effective += span * rollouts / (rollouts + wanted)
-        if len(self.working) == sum(role.replicas for role in self.job.roles):
-            self.strict += span
+        everybody = sum(role.replicas for role in self.job.roles)
+        effective = strict = 0.0
+        for start, end, at_work in self.worked.intervals(self.now if self.over is None else self.over):
+            span, rollouts = end - start, at_work["rollout"]
+            if at_work["trainer"]:
+                effective += span
+            elif rollouts and self.committed_at is not None:
+                effective += max(0.0, end - max(start, self.committed_at)) * rollouts / (rollouts + wanted)
+            if at_work.total() == everybody:
+                strict += span
+        return effective, strict
 
     def summary(self, run_dir: str) -> Summary:
         wall = max(self.now - self.began, 1e-9)
+        effective, strict = self._effective()
+        rewards = [reward for _, reward in sorted(self.rewards.items())]
         return Summary(
             run=self.run,
             run_dir=run_dir,
             outcome=self.outcome,
             why=self.why,
             steps=self.step,
-            reward_first10=_mean(self.rewards[:10]),
-            reward_last10=_mean(self.rewards[-10:]),
+            reward_first10=_mean(rewards[:10]),
+            reward_last10=_mean(rewards[-10:]),
             faults=self.faults,
             recoveries=[trace.recovery() for trace in self.traces],
-            ettr=round(self.effective / wall, 4),
-            ettr_strict=round(self.strict / wall, 4),
+            ettr=round(effective / wall, 4),
+            ettr_strict=round(strict / wall, 4),
             run_seconds=round(wall, 2),
             epochs=self.epochs,
         )

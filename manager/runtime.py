@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import time
+import traceback
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -22,15 +24,17 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Launch, Outside, Perform, Release, Request, StopStep
 from rrl.manager.cluster import Cluster, Observed
 from rrl.manager.executor import PERFORM_DEADLINE, Executor
+from rrl.manager.fold import fold
 from rrl.manager.hearing import Ear
 from rrl.manager.journal import Journal
 from rrl.manager.launching import job_dir_of, write_launch
 from rrl.manager.lease import Lease, LeaseLost
 from rrl.manager.ledger import write_summary
+from rrl.manager.mailbox import letters, taken
 from rrl.manager.planner import plan
 from rrl.manager.planner.wiring import Wiring, wire
 from rrl.manager.settle import Misses, hungry, settle
-from rrl.manager.state import State, fold
+from rrl.manager.state import State
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import AGENT, Finding, Life, Outcome, Verdict
@@ -40,6 +44,8 @@ from rrl.transport.keys import RunKeys
 
 HUNGRY = 1.0
 """s between two looks at the cluster while something is expected of it"""
+ANNOUNCE = 0.05
+"""s between two announcements of who lives and who holds which weights: each goes to everybody, whole"""
 MAILBOX = 0.5
 """s between two looks into the mailbox"""
 FLUSH = 0.5
@@ -57,6 +63,7 @@ class Manager:
         self._look_now = asyncio.Event()
         self._wired: Wiring | None = None
         self._sent = 0
+        self._announced = 0.0
         self._findings: dict[str, Finding] = {}
         self._ended: dict[str, asyncio.Event] = {}
         self._performed: dict[str, asyncio.Event] = {}
@@ -67,6 +74,8 @@ class Manager:
         self._turned = self._wall
         """when the loop last turned"""
         self._flushed = 0.0
+        self._cancelled_early = ""
+        self._senses: list[asyncio.Task[None]] = []
         self._todo: list[Outside] = []
         """intended, not yet known to be durable"""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,15 +83,26 @@ class Manager:
     # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
     async def run(self, job: str = "") -> Outcome | None:
         """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._cluster.close)
+            self._lease = await Lease.acquire(self._run_dir, self._view.limits.lease, job)
+            stack.push_async_callback(self._release_lease)
+            await self._open(stack, job)
+            return await self._manage()
+
+    async def _open(self, stack: contextlib.AsyncExitStack, job: str) -> None:
+        """Journal, listener, executor and senses, each closed in turn by ``stack``; then what lives is adopted."""
         run = self._run_dir
-        self._lease = await Lease.acquire(run, self._view.limits.lease, job)
         self._journal = Journal(run, self._lease.epoch)
+        stack.callback(self._close_journal)
         self._state = self._journal.state
         last = self._state.at if self._state is not None else 0.0
         self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # a manager's time never goes back
         self._turned = self.now()
-        keys = RunKeys.load(run.keys)
-        self._listener = await Listener.open(keys, msg.Up, epoch=self._lease.epoch, host=self._host)
+        self._listener = await Listener.open(
+            RunKeys.load(run.keys), msg.Up, epoch=self._lease.epoch, host=self._host
+        )
+        stack.push_async_callback(self._listener.close)
         self._ear = Ear(
             run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
             self._step_spoke,
@@ -90,21 +110,17 @@ class Manager:
         self._executor = Executor(
             self._cluster, self.record, self._prepare, self._tell_step, self._inject, self._lease.check
         )
+        stack.push_async_callback(self._executor.close)
         if self._state is None:
             self.record(ev.RunStarted(run.id, self._view))
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
+        if self._cancelled_early:
+            self.cancel(self._cancelled_early)
         self._adopt()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
-        tasks = [
-            asyncio.create_task(coroutine, name=name)
-            for name, coroutine in (
-                ("hear", self._hear()), ("look", self._look()), ("renew", self._renew()), ("mailbox", self._mailbox()),
-            )
-        ]  # fmt: skip
-        try:
-            return await self._manage(tasks)
-        finally:
-            await self._close(tasks)
+        senses = (self._hear(), _again(self._look), self._renew(), _again(self._mailbox))
+        self._senses = [asyncio.create_task(sense) for sense in senses]
+        stack.push_async_callback(_cancelled, self._senses)
 
     def leave(self, why: str) -> None:
         """Go without ending the run: its roles go on, the next manager adopts them."""
@@ -112,7 +128,11 @@ class Manager:
         self._wake.set()
 
     def cancel(self, by: str) -> None:
-        self.record(ev.Commanded("cancel", by, f"signal-{self._lease.epoch}"))
+        """End the run in order. Before this manager has begun, it is remembered until it has."""
+        if self._state is None:
+            self._cancelled_early = by
+        else:
+            self.record(ev.Commanded("cancel", by, f"signal-{self._lease.epoch}"))
 
     @property
     def state(self) -> State:
@@ -138,9 +158,9 @@ class Manager:
         self._wake.set()
 
     # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
-    async def _manage(self, tasks: list[asyncio.Task[None]]) -> Outcome | None:
+    async def _manage(self) -> Outcome | None:
         while self._leaving is None:
-            for task in tasks:
+            for task in self._senses:
                 if task.done():
                     task.result()
             self._wake.clear()
@@ -218,11 +238,14 @@ class Manager:
             await self._listener.send(peer, msg.Fenced(action.life, "; ".join(action.why.evidence)))
 
     async def _announce(self) -> None:
-        """Push the wiring to every worker when it changed."""
+        """Push the wiring to every worker when it changed, but not more often than it is worth: it is sent whole."""
+        if time.monotonic() - self._announced < ANNOUNCE:
+            asyncio.get_running_loop().call_later(ANNOUNCE, self._wake.set)
+            return
         wiring = wire(self.state)
         if wiring == self._wired:
             return
-        self._wired = wiring
+        self._wired, self._announced = wiring, time.monotonic()
         self._sent += 1
         peers = wiring.message(self.state.epoch, self._sent)
         for life, peer in list(self._ear.workers.items()):
@@ -240,14 +263,18 @@ class Manager:
             if self._journal.full:
                 await asyncio.to_thread(self._journal.rotate, self.state)
         except OSError as error:
-            print(f"rrl: the journal cannot be written, no action is taken: {error}", file=sys.stderr, flush=True)
+            _say(f"the journal cannot be written, no action is taken: {error}")
             return False
         return True
 
     # ── senses ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _hear(self) -> None:
         while True:
-            await self._ear.hear(await self._listener.receive())
+            incoming = await self._listener.receive()
+            try:
+                await self._ear.hear(incoming)
+            except (OSError, ValueError, KeyError) as error:  # one message must not end the manager
+                _say(f"{type(incoming.message).__name__} could not be heard: {error!r}")
 
     async def _look(self) -> None:
         """Look at the cluster: often while something is expected of it, else at the site's pace."""
@@ -265,7 +292,7 @@ class Manager:
             self._ear.exit_records()
             self._wake.set()
             self._look_now.clear()
-            wait = HUNGRY if hungry(self.state) else self.state.job.limits.poll
+            wait = HUNGRY if hungry(self.state, self.now()) else self.state.job.limits.poll
             try:
                 async with asyncio.timeout(wait):
                     await self._look_now.wait()
@@ -279,16 +306,15 @@ class Manager:
             try:
                 await asyncio.to_thread(self._lease.renew)
             except OSError as error:
-                print(f"rrl: the lease cannot be renewed: {error}", file=sys.stderr, flush=True)
+                _say(f"the lease cannot be renewed: {error}")
 
     async def _mailbox(self) -> None:
         while True:
-            for path in sorted(self._run_dir.mailbox.glob("[!.]*.json")):
-                letter = msgspec.json.decode(path.read_bytes())
-                if path.stem not in self.state.commands:
-                    self.record(ev.Commanded(str(letter.get("command")), str(letter.get("by", "")), path.stem))
+            for letter in await asyncio.to_thread(letters, self._run_dir):
+                if letter.id not in self.state.commands:
+                    self.record(ev.Commanded(letter.command, letter.by, letter.id))
                 if await self._flush():
-                    path.unlink(missing_ok=True)
+                    await asyncio.to_thread(taken, self._run_dir, letter)
             await asyncio.sleep(MAILBOX)
 
     # ── deeds ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -363,25 +389,39 @@ class Manager:
         self._run_dir.manager.unlink(missing_ok=True)
         return verdict.outcome
 
-    async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._executor.close()
-        await self._listener.close()
-        await self._cluster.close()
+    def _close_journal(self) -> None:
         try:
             self._journal.close()
         except OSError as error:
-            print(f"rrl: the newest records cannot be written: {error}", file=sys.stderr, flush=True)
-        try:
+            _say(f"the newest records cannot be written: {error}")
+
+    async def _release_lease(self) -> None:
+        with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: it is waited out
             self._lease.check()
             await asyncio.to_thread(self._lease.release)
-        except (LeaseLost, OSError):
-            pass  # a successor has taken over, or storage is away: it will wait out the lease
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _again(sense: Callable[[], Awaitable[None]]) -> None:
+    """Storage or a cluster that misbehaves must not end the manager: say so, and go on after a moment."""
+    while True:
+        try:
+            await sense()
+        except (OSError, ValueError, KeyError, msgspec.MsgspecError):
+            _say(traceback.format_exc())
+        await asyncio.sleep(HUNGRY)
+
+
+def _say(text: str) -> None:
+    print(f"rrl: {text}", file=sys.stderr, flush=True)
 
 
 def _logged(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        print(f"rrl: {task.exception()}", file=sys.stderr, flush=True)
+        _say(f"{task.exception()}")
 

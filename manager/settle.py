@@ -10,8 +10,10 @@ from __future__ import annotations
 from rrl.manager.actions import Launch, Request
 from rrl.manager.cluster import AllocationState, Observed
 from rrl.manager.events import AllocationChanged, Done, Event, NodeChanged
-from rrl.manager.state import State
+from rrl.manager.state import Allocation, State
 
+EAGER = 60.0
+"""s after its request that an allocation is looked for more often than at the site's pace"""
 LOOKS = 2
 """Consecutive looks that must miss an allocation before it counts as gone."""
 
@@ -64,12 +66,16 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
     return events
 
 
-def hungry(state: State) -> bool:
-    """Something is expected of the cluster: look soon rather than at the next poll."""
+def hungry(state: State, now: float) -> bool:
+    """Something is expected of the cluster: look soon rather than at the next poll. A queue may take days."""
     waiting = any(isinstance(intent.action, Request) for intent in state.intents.values())
     allocations = state.allocations.values()
     return (
         waiting
         or state.verdict is not None
-        or any(a.releasing or a.seen is None or a.seen.state is AllocationState.PENDING for a in allocations)
+        or any(a.releasing or (_awaited(a) and now - a.at < EAGER) for a in allocations)
     )
+
+
+def _awaited(allocation: Allocation) -> bool:
+    return allocation.seen is None or allocation.seen.state is AllocationState.PENDING

@@ -1,4 +1,4 @@
-"""Everything the manager believes, and the only function that makes it: ``fold``.
+"""Everything the manager believes; :func:`rrl.manager.fold.fold` is the only function that makes it.
 
 State is also the head of each journal segment and what ``rrl status`` draws. It holds what was recorded, not what was
 merely seen: silence lives in :class:`rrl.health.sightings.Watch` and becomes state only as a finding.
@@ -6,21 +6,15 @@ merely seen: silence lives in :class:`rrl.health.sightings.Watch` and becomes st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
+from rrl.manager.actions import Finish, Outside
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen
+from rrl.manager.rewards import Rewards
 from rrl.spec.jobview import JobView
-from rrl.spec.words import AGENT, Finding, Life, NodeName, Outcome, ReplicaId, Verdict, Version, replica_id, role_of
-
-RELEASE_PAUSE = 10.0
-"""s before a give-back that the cluster refused is asked for again."""
+from rrl.spec.words import AGENT, Finding, Life, NodeName, Outcome, ReplicaId, Verdict, Version, role_of
 
 
 class Status(StrEnum):
@@ -34,7 +28,7 @@ class Status(StrEnum):
     """its first process runs; the worker has not joined yet"""
     JOINED = "joined"
     RETIRED = "retired"
-    """no longer wanted: gone on without it, or the run is ending"""
+    """not wanted now: gone on without it until its failures have left the window, or the run is ending"""
 
 
 class Start(Struct, frozen=True):
@@ -43,6 +37,8 @@ class Start(Struct, frozen=True):
     at: float
     node: NodeName
     why: str = ""
+    refused: bool = False
+    """the cluster did not launch it there: the process never had its turn"""
 
 
 class Replica(Struct, frozen=True):
@@ -125,6 +121,8 @@ class Lingering(Struct, frozen=True):
     since: float
     asked: bool = False
     """its end was asked for"""
+    not_before: float = 0.0
+    """that was refused: not asked for again before this time"""
 
 
 class Open(Struct, frozen=True):
@@ -139,21 +137,7 @@ class Refusal(Struct, frozen=True):
     at: float
     detail: str
     unheard: bool = False
-    """the cluster did not say so: the request never reached it"""
-
-
-class Curve(Struct, frozen=True):
-    """The reward of the whole run in a bounded number of points."""
-
-    points: tuple[float, ...] = ()
-    """each the mean of ``stride`` steps"""
-    stride: int = 1
-    newest: tuple[float, ...] = ()
-    """steps that do not fill a point yet"""
-
-
-CURVE_POINTS = 64
-"""Points of a curve at most (even): as many as a terminal shows."""
+    """the cluster did not say so: the request never reached it, or was taken from its queue"""
 
 
 class State(Struct, frozen=True):
@@ -163,6 +147,8 @@ class State(Struct, frozen=True):
     at: float = 0.0
     epoch: int = 0
     started: float = 0.0
+    running_since: float | None = None
+    """when the first pool was first seen to run: the walltime counts from here, whatever replaces that pool"""
     ended: float | None = None
     host: str = ""
     """where the manager runs"""
@@ -172,11 +158,7 @@ class State(Struct, frozen=True):
     """newest committed trainer step"""
     metrics: dict[str, float] = {}
     """of that step"""
-    first_rewards: tuple[float, ...] = ()
-    """mean reward of the first ten committed steps"""
-    last_rewards: tuple[float, ...] = ()
-    """of the newest ten"""
-    curve: Curve = Curve()
+    rewards: Rewards = Rewards()
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}
@@ -201,327 +183,17 @@ class State(Struct, frozen=True):
     """set by the last record"""
     why: str = ""
 
+    @property
+    def ends(self) -> float:
+        """Manager's time (s) at which the walltime is over; inf while no pool has run yet."""
+        return float("inf") if self.running_since is None else self.running_since + self.job.walltime
+
     def replica(self, id: ReplicaId) -> Replica:
         return self.replicas.get(id) or Replica(id)
 
     def believed(self, life: Life) -> bool:
         held = self.replicas.get(life.replica)
         return held is not None and held.believed and held.incarnation == life.incarnation
-
-
-_Fold = Callable[[State, float, Any], State]
-
-
-def fold(state: State | None, stamped: ev.Stamped) -> State:
-    """The state after one more event. Total: an event about something unknown changes nothing but the sequence."""
-    event, at = stamped.event, stamped.at
-    if isinstance(event, ev.RunStarted):
-        state = _run_started(event, at)
-    elif state is None:
-        raise ValueError(f"the journal starts with {type(event).__name__}, not with RunStarted")
-    else:
-        state = _FOLD[type(event)](state, at, event)
-    return msgspec.structs.replace(state, seq=stamped.seq, at=at, epoch=stamped.epoch)
-
-
-def _run_started(event: ev.RunStarted, at: float) -> State:
-    ids = [replica_id(role.name, i) for role in event.job.roles for i in range(role.replicas)]
-    return State(run=event.run, job=event.job, started=at, replicas={id: Replica(id, since=at) for id in ids})
-
-
-def _with(state: State, **changes: Any) -> State:
-    return msgspec.structs.replace(state, **changes)
-
-
-def _replica(state: State, id: ReplicaId, **changes: Any) -> State:
-    held = msgspec.structs.replace(state.replica(id), **changes)
-    return _with(state, replicas={**state.replicas, id: held})
-
-
-def _allocation(state: State, tag: str, **changes: Any) -> State:
-    held = state.allocations.get(tag)
-    if held is None:
-        return state
-    return _with(state, allocations={**state.allocations, tag: msgspec.structs.replace(held, **changes)})
-
-
-def _about(fold_one: _Fold) -> _Fold:
-    """For events about a life: one that is not believed changes nothing."""
-
-    def guarded(state: State, at: float, event: Any) -> State:
-        return fold_one(state, at, event) if state.believed(event.life) else state
-
-    return guarded
-
-
-def _manager_started(state: State, at: float, event: ev.ManagerStarted) -> State:
-    return _with(state, host=event.host, managed_since=at)
-
-
-def _manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State:
-    return state
-
-
-def _intended(state: State, at: float, event: ev.Intended) -> State:
-    action = event.action
-    state = _with(state, intents={**state.intents, action.tag: Open(action, at)})
-    if isinstance(action, Request):
-        allocation = Allocation(action.ask.tag, action.ask, at)
-        return _with(state, allocations={**state.allocations, allocation.tag: allocation})
-    if isinstance(action, Release):
-        return _allocation(state, action.allocation, releasing=True)
-    if isinstance(action, Launch):
-        return _replica(
-            state, action.life.replica, status=Status.LAUNCHING, incarnation=action.life.incarnation, since=at,
-            node=action.node, allocation=action.allocation, step=action.step, pid=None, host="", phase="",
-            phase_since=at, waits_for=None, listens=None, serves=None, holds=None, prefer=None,
-        )  # fmt: skip
-    if isinstance(action, Perform):
-        return _with(state, faults=(*state.faults, action.fault.id))
-    held_step = state.lingering.get(action.step)
-    if held_step is None and not state.believed(action.life):
-        return state
-    if held_step is None:  # a step of a believed life: the run is ending
-        replica = state.replica(action.life.replica)
-        held_step = Lingering(action.life, replica.node or NodeName(""), replica.allocation or "", at)
-        state = _replica(state, action.life.replica, status=Status.RETIRED, since=at)
-    asked = msgspec.structs.replace(held_step, asked=True)
-    return _with(state, lingering={**state.lingering, action.step: asked})
-
-
-def _done(state: State, at: float, event: ev.Done) -> State:
-    intended = state.intents.get(event.tag)
-    if intended is None:
-        return state
-    state = _with(state, intents=_without(state.intents, event.tag))
-    action = intended.action
-    if event.ok:
-        if isinstance(action, StopStep):
-            state = _settled_launch(state, action.step)  # whatever of it may still come is sent away
-            return _with(state, lingering=_without(state.lingering, action.step))
-        return state
-    if isinstance(action, Request):  # certainly not done: nothing of it exists
-        recent = tuple(r for r in state.refusals if at - r.at < state.job.recovery.window)
-        refusals = (*recent, Refusal(action.ask.tag, at, event.detail, event.unheard))
-        return _with(state, allocations=_without(state.allocations, action.ask.tag), refusals=refusals)
-    if isinstance(action, Launch) and state.believed(action.life):
-        if event.unheard:  # nobody's failure but the manager's: it is made up for where it was meant to be
-            return _replica(state, action.life.replica, status=Status.WANTED, since=at, prefer=action.node)
-        return _failed(state, at, action.life.replica, Status.WANTED, event.detail)
-    if isinstance(action, Release):
-        return _allocation(state, action.allocation, releasing=False, not_before=at + RELEASE_PAUSE)
-    return state
-
-
-def _failed(state: State, at: float, id: ReplicaId, status: Status, why: str) -> State:
-    """One more failure on the replica's account; the next launch is put off the longer the more there are."""
-    held, recovery = state.replica(id), state.job.recovery
-    failure = Start(at, held.node or NodeName(""), why)
-    failures = (*(start for start in held.failures if at - start.at < recovery.window), failure)
-    pause = recovery.backoff * 2 ** (len(failures) - 2) if len(failures) > 1 else 0.0
-    return _replica(state, id, status=status, since=at, failures=failures, not_before=at + pause)
-
-
-def _decided(state: State, at: float, event: ev.Decided) -> State:
-    action = event.action
-    if isinstance(action, Finish):
-        return _with(state, verdict=action)
-    if isinstance(action, Exclude):
-        node = state.nodes.get(action.node) or Node(action.node, "")
-        why = "; ".join(action.why.evidence) or "excluded"
-        excluded = msgspec.structs.replace(node, excluded=why, excluded_at=at)
-        return _with(state, nodes={**state.nodes, node.name: excluded})
-    return _fenced(state, at, action)
-
-
-def _fenced(state: State, at: float, fence: Fence) -> State:
-    """The life is no longer believed; what runs of it lingers; the replica is wanted again (or retired)."""
-    held = state.replica(fence.life.replica)
-    retired = fence.rung in (Rung.DEGRADED, Rung.GIVE_UP)
-    if not state.believed(fence.life):
-        wanted = held.status is Status.WANTED and held.life == fence.life
-        return _replica(state, held.id, status=Status.RETIRED, since=at) if wanted and retired else state
-    if held.step and held.node and held.allocation in state.allocations:  # else it went with its allocation
-        linger = Lingering(held.life, held.node, held.allocation, at)
-        state = _with(state, lingering={**state.lingering, held.step: linger})
-    why = "; ".join(fence.why.evidence)
-    state = _failed(state, at, held.id, Status.RETIRED if retired else Status.WANTED, why)
-    prefer = held.node if fence.rung is Rung.IN_PLACE else None
-    state = _replica(state, held.id, prefer=prefer)
-    gone = [key for key, finding in state.findings.items() if finding.life == fence.life]
-    return _with(state, findings=_without(state.findings, *gone), recoveries=state.recoveries + (not retired))
-
-
-def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
-    held = state.allocations.get(event.tag)
-    over = event.seen is None or event.seen.state is AllocationState.ENDED
-    if held is None:
-        return state if over else _with(state, allocations={**state.allocations, event.tag: _stray(state, at, event)})
-    if event.seen is None or over:
-        return _with(
-            state,
-            allocations=_without(state.allocations, event.tag),
-            nodes=_left(state.nodes, event.tag, ()),
-            lingering={tag: one for tag, one in state.lingering.items() if one.allocation != event.tag},
-            intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
-        )
-    held = msgspec.structs.replace(held, seen=event.seen)
-    if held.stray:
-        return _with(state, allocations={**state.allocations, event.tag: held})
-    nodes = _left(state.nodes, event.tag, event.seen.nodes)
-    for name in event.seen.nodes:
-        node = nodes.get(name) or Node(name, event.tag)
-        if node.allocation != event.tag:
-            node = msgspec.structs.replace(node, allocation=event.tag, seen=None)
-        nodes[name] = node
-    return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes)
-
-
-def _stray(state: State, at: float, event: ev.AllocationChanged) -> Allocation:
-    return Allocation(event.tag, Ask(event.tag, 0, state.job.node, 0.0), at, event.seen, stray=True)
-
-
-def _launches_into(action: Outside, allocation: str) -> bool:
-    return isinstance(action, Launch) and action.allocation == allocation
-
-
-def _left(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
-    """``nodes`` after all but the ``present`` ones left the allocation. That a node is excluded is not forgotten: the
-    next request must not bring it back."""
-    kept: dict[NodeName, Node] = {}
-    for name, node in nodes.items():
-        if node.allocation != tag or name in present:
-            kept[name] = node
-        elif node.excluded is not None:
-            kept[name] = msgspec.structs.replace(node, allocation="", seen=None)
-    return kept
-
-
-def _node_changed(state: State, at: float, event: ev.NodeChanged) -> State:
-    if event.node not in state.nodes:
-        return state
-    node = msgspec.structs.replace(state.nodes[event.node], seen=event.seen)
-    return _with(state, nodes={**state.nodes, event.node: node})
-
-
-def _settled_launch(state: State, step: str) -> State:
-    return _with(state, intents=_without(state.intents, step)) if step in state.intents else state
-
-
-def _admitted(state: State, at: float, event: ev.Admitted) -> State:
-    state = _settled_launch(state, event.step)
-    held = state.replica(event.life.replica)
-    if held.status is not Status.LAUNCHING:
-        return state
-    return _replica(state, held.id, status=Status.STARTING, since=at, node=event.node, pid=event.pid)
-
-
-def _agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
-    return _replica(
-        state, event.life.replica, status=Status.JOINED, since=at, host=event.host, pid=event.pid, phase="serve"
-    )
-
-
-def _joined(state: State, at: float, event: ev.Joined) -> State:
-    held = state.replica(event.life.replica)
-    since = held.since if held.status is Status.JOINED else at
-    return _replica(
-        state, held.id, status=Status.JOINED, since=since, node=event.node, host=event.host, pid=event.pid,
-        listens=event.listens, serves=event.serves,
-    )  # fmt: skip
-
-
-def _step_ended(state: State, at: float, event: ev.StepEnded) -> State:
-    state = _settled_launch(state, event.step)
-    state = _with(state, lingering=_without(state.lingering, event.step))
-    if not state.believed(event.life):
-        return state
-    return _replica(state, event.life.replica, pid=None, step=None)
-
-
-def _phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
-    return _replica(state, event.life.replica, phase=event.phase, phase_since=at, waits_for=event.waits_for)
-
-
-def _first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
-    return state
-
-
-def _version_held(state: State, at: float, event: ev.VersionHeld) -> State:
-    return _replica(state, event.life.replica, holds=event.version)
-
-
-def _step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
-    if event.step <= state.step:
-        return state
-    state = _with(state, step=event.step, metrics=event.metrics)
-    if "reward" not in event.metrics:
-        return state
-    new = event.metrics["reward"]
-    first, last = (*state.first_rewards, new)[:10], (*state.last_rewards, new)[-10:]
-    return _with(state, first_rewards=first, last_rewards=last, curve=_longer(state.curve, new))
-
-
-def _longer(curve: Curve, value: float) -> Curve:
-    """One more value; a curve that has grown too long is halved, two neighbours becoming their mean."""
-    newest = (*curve.newest, value)
-    if len(newest) < curve.stride:
-        return msgspec.structs.replace(curve, newest=newest)
-    points = (*curve.points, sum(newest) / len(newest))
-    if len(points) < CURVE_POINTS:
-        return Curve(points, curve.stride)
-    halved = tuple((a + b) / 2 for a, b in zip(points[::2], points[1::2], strict=True))
-    return Curve(halved, curve.stride * 2)
-
-
-def _finding_changed(state: State, at: float, event: ev.FindingChanged) -> State:
-    finding = event.finding
-    if finding.verdict in (Verdict.OK, Verdict.UNKNOWN):
-        return _with(state, findings=_without(state.findings, finding.key))
-    if finding.life is not None and not state.believed(finding.life):
-        return state
-    return _with(state, findings={**state.findings, finding.key: finding})
-
-
-def _fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
-    tag = f"fault:{event.fault}"
-    return _with(state, intents=_without(state.intents, tag))
-
-
-def _commanded(state: State, at: float, event: ev.Commanded) -> State:
-    state = _with(state, commands=(*state.commands, event.id))
-    return _with(state, cancelled_by=event.by) if event.command == "cancel" else state
-
-
-def _run_ended(state: State, at: float, event: ev.RunEnded) -> State:
-    return _with(state, outcome=event.outcome, why=event.why, ended=at)
-
-
-def _without(held: dict[Any, Any], *keys: Any) -> dict[Any, Any]:
-    return {key: value for key, value in held.items() if key not in keys}
-
-
-_FOLD: dict[type, _Fold] = {
-    ev.ManagerStarted: _manager_started,
-    ev.ManagerStopped: _manager_stopped,
-    ev.Intended: _intended,
-    ev.Done: _done,
-    ev.Decided: _decided,
-    ev.AllocationChanged: _allocation_changed,
-    ev.NodeChanged: _node_changed,
-    ev.AgentJoined: _about(_agent_joined),
-    ev.Admitted: _about(_admitted),
-    ev.Joined: _about(_joined),
-    ev.StepEnded: _step_ended,
-    ev.PhaseEntered: _about(_phase_entered),
-    ev.FirstWorkDone: _first_work_done,
-    ev.VersionHeld: _about(_version_held),
-    ev.StepCommitted: _about(_step_committed),
-    ev.FindingChanged: _finding_changed,
-    ev.FaultInjected: _fault_injected,
-    ev.Commanded: _commanded,
-    ev.RunEnded: _run_ended,
-}
 
 
 def workers(state: State) -> list[Replica]:

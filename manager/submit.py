@@ -10,11 +10,12 @@ import contextlib
 import getpass
 import io
 import os
+import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,29 +29,22 @@ from rrl.spec.jobview import JobView
 from rrl.spec.load import resolved
 from rrl.spec.rundir import RunDir, runs_root, write_atomically
 from rrl.spec.words import Outcome
+from rrl.transport.address import own_address
 from rrl.transport.keys import RunKeys
 
 MANAGER_CPUS = 1
 MANAGER_MEM_GB = 1
 MANAGER_MARGIN = 600.0
 """s that the manager's own job outlives the pool's walltime"""
-SIGNAL_BEFORE = 60
-"""s before its walltime that Slurm warns the manager"""
+LOCAL_FOREVER = 60 * 24 * 365
+"""min; nothing ends a manager of the local cluster but the end of its run"""
 
 
 def create(job: Job, source: Path) -> RunDir:
     """A fresh run directory with everything that a manager needs. Raises OSError when it cannot be written."""
-    stamp = time.strftime("%m%d-%H%M%S")
-    for attempt in range(100):
-        suffix = "" if attempt == 0 else f"-{attempt}"
-        run = RunDir(runs_root() / f"{job.run.name}-{stamp}{suffix}")
-        try:
-            run.create()
-        except FileExistsError:
-            continue
-        break
-    else:
-        raise FileExistsError(f"{runs_root()}: a hundred runs of {job.run.name} were submitted in this second")
+    # Chance in it, because Slurm's jobs are found by it: two folders of runs must not share an id.
+    run = RunDir(runs_root() / f"{job.run.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    run.create()
     RunKeys.make().save(run.keys)
     write_atomically(run.job_toml, source.read_bytes())
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
@@ -84,12 +78,13 @@ def start_manager(run: RunDir, view: JobView) -> None:
         except RuntimeError as error:
             raise RuntimeError("; ".join(dict.fromkeys(str(error).split("\n")))) from error
     elif (child := os.fork()) == 0:
-        _submit_locally(run, view)
+        _submit_locally(run)
     elif os.waitpid(child, 0)[1] != 0:
-        raise OSError(f"the manager could not be started; see {run.submit}")
+        told = (run.submit / "controller.log").read_text(errors="replace").split("\n")
+        raise OSError(next((line for line in reversed(told) if line), "its submission died without a word"))
 
 
-def _submit_locally(run: RunDir, view: JobView) -> NoReturn:
+def _submit_locally(run: RunDir) -> NoReturn:
     """In a child of its own session, without our terminal: submitit's local controller must outlive this command and
     not be reached by its Ctrl-C."""
     code = 1
@@ -102,9 +97,11 @@ def _submit_locally(run: RunDir, view: JobView) -> NoReturn:
         import submitit
 
         executor = submitit.LocalExecutor(folder=run.submit)
-        executor.update_parameters(timeout_min=int((view.walltime + MANAGER_MARGIN) // 60))
+        executor.update_parameters(timeout_min=LOCAL_FOREVER)
         executor.submit(run_here, run)
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -139,6 +136,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     manager = Manager(run, cluster, view, source, host)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, manager.leave, "SIGTERM")
+    loop.add_signal_handler(signal.SIGUSR2, manager.leave, "its walltime ends")  # submitit's warning
     if foreground:
         loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
     try:
@@ -156,7 +154,7 @@ def _cluster(run: RunDir, view: JobView) -> tuple[Cluster, str]:
     if view.cluster == "slurm":
         from rrl.manager.cluster.slurm import SlurmCluster
 
-        return SlurmCluster(run.id, sys.executable), socket.gethostname()
+        return SlurmCluster(run.id, sys.executable), own_address()
     from rrl.manager.cluster.local import LocalCluster
 
     return LocalCluster(run, python=sys.executable), "127.0.0.1"

@@ -134,7 +134,7 @@ class FirstProcess:
     def _find_manager(self) -> Address | None:
         try:
             return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (OSError, ValueError):  # absent, or torn: looked at again in a moment
             return None
 
     async def _obey(self) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from rrl.spec.launch import Launch
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import NodeName, ReplicaId, Version
 from rrl.transport import messages as msg
+from rrl.transport.address import own_address
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.weights.pipe import Pipe, open_pipe
@@ -32,8 +34,8 @@ FENCED_EXIT = 81
 """Exit code of a worker that learned that it is no longer believed."""
 TOLD_AFTER = 0.25
 """s that a phase must last before it is told by itself; shorter ones are only seen by the next beat"""
-WELCOME_BY = 60.0
-"""s for a manager to welcome a worker: longer than a manager's restart"""
+WELCOME_BY = 600.0
+"""s for a manager to welcome a worker: longer than Slurm takes to requeue a manager (120 s)"""
 LAST_ANSWER = 0.5
 """s that a role which was asked to leave still waits for the store"""
 STORE = ReplicaId("trajectories/0")
@@ -101,8 +103,8 @@ class Link:
                 try:
                     return asked.result(LAST_ANSWER)
                 except TimeoutError:
-                    if asked.done():
-                        raise
+                    if asked.done():  # its own, or it came at this very moment
+                        return asked.result()
                     if stopping:
                         asked.cancel()
                         raise Stopping from None
@@ -120,6 +122,11 @@ class Link:
     def phase(self) -> tuple[str, ReplicaId | None]:
         return self._now
 
+    @property
+    def done(self) -> int:
+        """Units of work told as progress in this life."""
+        return self._done
+
     def progress(self, units: int) -> None:
         self._done += units
         if not self._worked and units > 0:
@@ -133,15 +140,20 @@ class Link:
     def announce(self, listens: str) -> None:
         """From now on this replica offers a service at ``listens``."""
         self._listens = listens
-        self.say(self._hello())
+        self.soon(self._tell_anew)
 
     def committed(self, step: int, metrics: dict[str, float]) -> None:
         self._committed = step
         self.say(msg.Committed(self.launch.life, step, metrics))
 
+    def found_committed(self, step: int) -> None:
+        """The store knows of this step; the manager may not."""
+        self._committed = step
+        self.soon(self._tell_anew)
+
     def holds(self, version: Version) -> None:
         self._new_version.set()
-        self.say(msg.Holds(self.launch.life, version))
+        self.soon(self._say_now, msg.Holds(self.launch.life, version))
 
     def wait_version(self, timeout: float) -> Held | None:
         """The newest complete version; waits up to ``timeout`` s for the first one."""
@@ -182,7 +194,8 @@ class Link:
             self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
             self._serves = await self._pipe.serve(self.weights, self.host)
         self._dialer = Dialer(self.keys, msg.Down, self._find_manager, lambda: [self._hello()])
-        self._store = TrajectoryClient(self.keys, self.launch.life, self._find_store)
+        # How long a store may be away is the manager's to judge: whoever gives up by itself is one more loss.
+        self._store = TrajectoryClient(self.keys, self.launch.life, self._find_store, patience=inf)
         self._tasks = [
             self._loop.create_task(coroutine)
             for coroutine in (self._dialer.run(), self._listen(), self._beats(), self._store.run(), self._follow())
@@ -201,6 +214,7 @@ class Link:
 
     def _hello(self) -> msg.Hello:
         held = self.weights.current()
+        self._told = self._now[0]
         return msg.Hello(
             life=self.launch.life,
             tag=self.launch.tag,
@@ -215,7 +229,10 @@ class Link:
         )
 
     def _find_manager(self) -> Address | None:
-        return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
+        try:
+            return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
+        except ValueError:  # torn: a full disk, storage that shows a file before its bytes. The next look may read it
+            return None
 
     def _find_store(self) -> Address | None:
         return store_address(self.peers)
@@ -244,11 +261,21 @@ class Link:
             callback(peers)
 
     async def _beats(self) -> None:
+        """Only while somebody hears them: beats that are kept and heard all at once look as if no phase had lasted."""
         while True:
             phase, waits_for = self._now
-            await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, self._blocked_by or waits_for))
-            self._told = phase
+            if self._dialer.connected:
+                await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, self._blocked_by or waits_for))
+                self._told = phase
             await asyncio.sleep(self._beat)
+
+    def _tell_anew(self) -> None:
+        self._say_now(self._hello())
+
+    def _say_now(self, message: Any) -> None:
+        """For what the Hello of the next connection says as well: kept for it, old news would follow the new."""
+        if self._dialer.connected:
+            self._loop.create_task(self._dialer.send(message))
 
     def _tell_later(self, phase: str) -> None:
         self._loop.call_later(TOLD_AFTER, self._tell, phase)
@@ -257,8 +284,7 @@ class Link:
         now, waits_for = self._now
         if phase == now and phase != self._told:
             self._told = phase
-            message = msg.Entered(self.launch.life, phase, self._done, waits_for)
-            self._loop.create_task(self._dialer.send(message))
+            self._say_now(msg.Entered(self.launch.life, phase, self._done, waits_for))
 
     async def _follow(self) -> None:
         """Bring every newest version here, one after another; skip those that are superseded meanwhile."""
@@ -290,11 +316,6 @@ class Link:
 
 class _Outdated(PullFailed):
     """Nobody holds this version any more: go for the newest one."""
-
-
-def own_address() -> str:
-    """The address of this host's name: where others reach what listens here."""
-    return socket.gethostbyname(socket.gethostname())
 
 
 def _loud(task: asyncio.Task[Any]) -> None:

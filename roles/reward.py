@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import rrl
@@ -22,9 +22,11 @@ class Scorer:
         self._tokenizer = tokenizer
         self._told: set[str] = set()
 
-    def score(self, items: Sequence[ToScore]) -> tuple[list[Score], dict[int, str]]:
+    def score(
+        self, items: Sequence[ToScore], judged: Callable[[], None] = lambda: None
+    ) -> tuple[list[Score], dict[int, str]]:
         """Scores, and what could not be scored with the reason: a scorer that raises, or gives no number, costs the
-        group, not the run."""
+        group, not the run. ``judged`` is called after each item."""
         scores: list[Score] = []
         failed: dict[int, str] = {}
         for item in items:
@@ -32,11 +34,12 @@ class Scorer:
                 reward, training = self._task.score(item.item, self._tokenizer.decode(item.tokens))
             except Exception as error:  # whatever a user's scorer raises
                 failed[item.trajectory] = self._told_once(f"the scorer raised {type(error).__name__}", item)
-                continue
-            if math.isfinite(reward) and math.isfinite(training):
-                scores.append(Score(item.trajectory, float(reward), float(training)))
             else:
-                failed[item.trajectory] = self._told_once("the score is not finite", item)
+                if math.isfinite(reward) and math.isfinite(training):
+                    scores.append(Score(item.trajectory, float(reward), float(training)))
+                else:
+                    failed[item.trajectory] = self._told_once("the score is not finite", item)
+            judged()
         return scores, failed
 
     def _told_once(self, why: str, item: ToScore) -> str:
@@ -55,7 +58,7 @@ def main() -> None:
         scorer = Scorer(task, tokenizer)
         for work in me.scoring(at_most=me.settings["lease"]):
             with me.phase("score"):
-                work.post(*scorer.score(work.items))
+                work.post(*scorer.score(work.items, me.progress))  # a long backlog is seen to move
 
 
 if __name__ == "__main__":

@@ -30,12 +30,15 @@ from rrl.spec.words import ReplicaId, Version, replica_id, role_of
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Goodbye, Peers
 from rrl.transport.weights.manifest import TensorSpec, describe, layout
-from rrl.transport.weights.store import Held
+from rrl.transport.weights.store import Held, fresh_memory
 
 PATIENCE = 1.0
 """s that one question waits at the store before it is asked again, so that a stop is noticed"""
 GOODBYE_BY = 60.0
 """s that a worker which has done its work waits to be told to leave"""
+_COPIED_AT_ONCE = 8 * 2**20
+"""bytes; a copy keeps every other thread from running, the one that beats too. 1 GiB, measured: 0.36 s in such slices,
+and no thread waited for more than 9 ms; in one go up to 1.4 s, all of it a wait"""
 
 
 class NewWeights:
@@ -66,17 +69,21 @@ class Work:
 
 
 class Scoring:
-    """Complete trajectories leased for scoring."""
+    """Complete trajectories leased for scoring. Where that takes long, call :meth:`Worker.progress` after each."""
 
     def __init__(self, link: Link, items: tuple[ToScore, ...]) -> None:
         self._link = link
         self.items = items
+        self._done_before = link.done
+        self._posted = 0
 
     def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
         """Durable when it returns. ``failed``: trajectories that cannot be scored, and why; they are dropped, never
-        scored zero."""
+        scored zero. What has not been told as progress since the lease counts as progress now."""
         self._link.ask_store(self._link.store.post_scores(scores, failed))
-        self._link.progress(len(scores) + len(failed or {}))
+        self._posted += len(scores) + len(failed or {})
+        told = self._link.done - self._done_before
+        self._link.progress(max(0, self._posted - told))
 
 
 class Worker:
@@ -208,9 +215,9 @@ class Worker:
         """Serve these weights as the version of step ``number`` until replaced. ``tensors``: name, dtype, shape, bytes
         (:func:`rrl.roles.tensors.pack` makes them of a state dict)."""
         specs, nbytes = layout([(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors])
-        flat = memoryview(bytearray(nbytes))
+        flat = fresh_memory(nbytes)
         for spec, (_, _, _, data) in zip(specs, tensors, strict=True):
-            flat[spec.offset : spec.offset + spec.nbytes] = data.cast("B") if data.format != "B" else data
+            _copy(flat[spec.offset : spec.offset + spec.nbytes], data.cast("B") if data.format != "B" else data)
         version = Version(number, self.launch.life.incarnation)
         described = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in specs]
         chunk = int(self.job["transport"]["chunk"])
@@ -254,6 +261,15 @@ class Worker:
             state = self._link.ask_store(self._link.store.committed())
             self._committed, self._manifest = state.number, state.manifest
             self._asked_committed = True
+            if state.number is not None:  # whoever committed it may have died before the manager heard of it
+                self._link.found_committed(state.number)
+
+
+def _copy(into: memoryview, data: memoryview) -> None:
+    """In slices, between which other threads run."""
+    for start in range(0, len(into), _COPIED_AT_ONCE):
+        part = slice(start, start + _COPIED_AT_ONCE)
+        into[part] = data[part]
 
 
 def join() -> Worker:

@@ -5,6 +5,9 @@ Unknown keys are errors (``extra="forbid"``); :mod:`rrl.spec.load` turns them in
 
 from __future__ import annotations
 
+import difflib
+import json
+import math
 import re
 import string
 from typing import Annotated, Any, Literal
@@ -15,7 +18,8 @@ from pydantic_core import PydanticCustomError
 
 from rrl.spec import jobview
 from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.units import Duration, Size
+from rrl.spec.phases import PHASES
+from rrl.spec.units import DURATION, Duration, Size, duration_text
 
 _L = jobview.Limits()
 _R = jobview.Recovery()
@@ -58,9 +62,17 @@ def _sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int
     return options
 
 
+def _phase_names(phases: dict[str, PhaseTable]) -> dict[str, PhaseTable]:
+    for name in phases:
+        if not name.isprintable() or not 0 < len(name) <= 60:
+            raise ValueError(f"{name!r} is no name of a phase; use up to 60 printable characters")
+    return phases
+
+
 _Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 """A list of strings; TOML has lists where Python has tuples, hence not strict itself."""
 _Time = Annotated[Duration, Field(gt=0)]
+_TimeIfAny = Annotated[float | None, DURATION, Field(gt=0)]
 _Count = Annotated[int, Field(ge=1, le=4096)]
 
 
@@ -290,6 +302,23 @@ class LimitsTable(_Table):
         return self
 
 
+class PhaseTable(_Table):
+    """How long a phase may last before it counts as hung, and phases of your own program. A role is restarted that
+    stays in a phase, without progress, for ``adaptive`` times its usual duration, but never sooner than ``shortest``
+    and at the latest after ``longest``, which also holds until three durations are known; the first time,
+    ``first_pass`` is added. In a phase of your own that has no table, it is only warned of."""
+
+    shortest: _TimeIfAny = None
+    """however short the phase usually is"""
+    longest: _TimeIfAny = None
+    """however long the phase usually is; a phase of your own needs it"""
+    progresses: bool | None = None
+    """true: each ``me.progress()`` starts the clock anew, and what is usual is the time between two of them; for a
+    phase of your own, which needs it"""
+    waits_for: str | None = None
+    """the role that is waited for in it, which is blamed in its place; for a phase of your own"""
+
+
 class RecoveryTable(_Table):
     """Budgets of the repair ladder."""  # what each means stands under its field in rrl.spec.jobview.Recovery
 
@@ -334,6 +363,7 @@ class Job(_Table):
     sampling: SamplingTable = SamplingTable()
     roles: Roles = Roles()
     limits: LimitsTable = LimitsTable()
+    phases: Annotated[dict[str, PhaseTable], AfterValidator(_phase_names)] = {}
     recovery: RecoveryTable = RecoveryTable()
     transport: TransportTable = TransportTable()
     faults: Annotated[tuple[FaultTable, ...], Field(strict=False)] = ()
@@ -341,6 +371,8 @@ class Job(_Table):
     @model_validator(mode="after")
     def _fits(self) -> Job:
         self._model_fits()
+        for name, phase in self.phases.items():
+            self._phase_fits(name, phase)
         for name, role in self.roles.named().items():
             if role.min_replicas is not None and role.min_replicas > role.replicas:
                 raise _mistake(
@@ -380,6 +412,38 @@ class Job(_Table):
                 f" {model.max_length}; lower it or raise max_length",
             )
 
+    def _phase_fits(self, name: str, table: PhaseTable) -> None:
+        """A mistyped name must not pass for a phase of the user's own, hence what only such a phase needs."""
+        at, declared = ("phases", name), PHASES.get(name)
+        if declared is None and (table.progresses is None or table.longest is None):
+            near = difflib.get_close_matches(name, PHASES, 1)
+            meant = f"did you mean {json.dumps(near[0])}? " if near else ""
+            raise _mistake(at, f"is no phase of rrl's; {meant}a phase of your own needs progresses and longest")
+        if declared is not None:
+            for key in ("progresses", "waits_for"):
+                if getattr(table, key) is not None:
+                    raise _mistake((*at, key), "is fixed for a phase of rrl's; remove it, or name a phase of your own")
+            if table.shortest is None and table.longest is None:
+                raise _mistake(at, "says nothing; set shortest, longest or both")
+            if declared.longest == math.inf and table.longest is not None:
+                raise _mistake((*at, "longest"), "this phase may last for ever; remove it")
+        if table.waits_for is not None and table.waits_for not in (roles := self.roles.named()):
+            raise _mistake((*at, "waits_for"), f'no role "{table.waits_for}"; there are {", ".join(roles)}')
+        if table.waits_for is not None and table.progresses:
+            raise _mistake((*at, "progresses"), "must be false where waits_for is set: who waits makes no progress")
+        merged = self._limits().phase(name)
+        if merged.shortest > merged.longest:
+            key = "shortest" if table.shortest is not None else "longest"
+            raise _mistake(
+                (*at, key),
+                f'shortest = "{duration_text(merged.shortest)}" is more than longest ='
+                f' "{duration_text(merged.longest)}"; set both',
+            )
+
+    def _limits(self) -> jobview.Limits:
+        phases = {name: phase.model_dump() for name, phase in self.phases.items()}
+        return msgspec.convert(self.limits.model_dump() | {"phases": phases}, jobview.Limits)
+
     def view(self, python: str) -> jobview.JobView:
         """The manager's view; ``python`` is the interpreter that runs the built-in roles."""
         roles = tuple(_role_view(name, role, python) for name, role in self.roles.named().items())
@@ -393,7 +457,7 @@ class Job(_Table):
             node=_resources(self.cluster.node),
             walltime=self.cluster.walltime,
             sbatch={key: "" if v is True else str(v) for key, v in self.slurm.items() if v is not False},
-            limits=msgspec.convert(self.limits.model_dump(), jobview.Limits),
+            limits=self._limits(),
             recovery=msgspec.convert(self.recovery.model_dump(), jobview.Recovery),
             faults=tuple(
                 Fault(id=f"f{i}", kind=f.kind, target=f.target, at_step=f.at_step) for i, f in enumerate(self.faults)

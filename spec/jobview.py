@@ -6,9 +6,12 @@ it is part of the journal, so that ``rrl status`` needs neither pydantic nor the
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
 
 from rrl.spec.faults import Fault
+from rrl.spec.phases import PHASES, Phase
+from rrl.spec.phases import phase as declared_phase
 
 
 class Resources(Struct, frozen=True):
@@ -34,6 +37,15 @@ class RoleView(Struct, frozen=True):
     env: dict[str, str] = {}
 
 
+class PhaseView(Struct, frozen=True):
+    """What the job says of one phase; None: as it is declared in :mod:`rrl.spec.phases`, or neutral."""
+
+    shortest: float | None = None
+    longest: float | None = None
+    progresses: bool | None = None
+    waits_for: str | None = None
+
+
 class Limits(Struct, frozen=True):
     """Deadlines and budgets, all in seconds unless said."""
 
@@ -46,7 +58,7 @@ class Limits(Struct, frozen=True):
     step_grace: float = 5.0
     """between asking a step to stop and killing it"""
     allocation: float = 900.0
-    """from a request to its nodes; then the next rung"""
+    """from a request for replacement nodes to these; then the next rung. The first pool waits as long as it takes"""
     quiet: float = 60.0
     """an intent without an answer stays open for so long: a timed-out sbatch can land later (measured)"""
     poll: float = 30.0
@@ -55,8 +67,22 @@ class Limits(Struct, frozen=True):
     """a manager's lease that does not change for so long is free"""
     adaptive: float = 5.0
     """no-progress deadline = so many times the usual duration of the phase (NVRx: 5), within the phase's bounds"""
-    first_pass: float = 300.0
-    """grace added to the first pass of a phase in a life (compilation, warm-up)"""
+    first_pass: float = 1800.0
+    """grace added to the first pass of a phase in a life (compilation, warm-up; NVRx gives a start 1 h)"""
+    phases: dict[str, PhaseView] = {}
+    """by name: bounds that the job moves, and phases of its own"""
+
+    def phase(self, name: str) -> Phase:
+        """The phase as this job has it."""
+        declared = declared_phase(name)
+        if (said := self.phases.get(name)) is None:
+            return declared
+        given = {trait: value for trait, value in msgspec.structs.asdict(said).items() if value is not None}
+        return msgspec.structs.replace(declared, **given)
+
+    def knows(self, name: str) -> bool:
+        """Somebody said how long this phase may last."""
+        return name in PHASES or name in self.phases
 
 
 class Recovery(Struct, frozen=True):
@@ -66,10 +92,10 @@ class Recovery(Struct, frozen=True):
     """sliding window (s) in which restarts are counted"""
     per_node: int = 2
     """restarts in place of one replica on one node within the window; then it moves"""
-    per_replica: int = 5
-    """restarts of one replica within the window; then the run goes on degraded, or ends"""
+    per_replica: int = 10
+    """restarts of one replica within the window; then the run goes on without it for a window, or ends"""
     backoff: float = 1.0
-    """pause (s) before the second restart within the window; doubles with each further one"""
+    """pause (s) before the second restart within the window; doubles with each further one, up to 60 s"""
     breaker: float = 0.2
     """at most max(1, this share) of the nodes condemned within the window (docs/sources.md, guard rails)"""
 

@@ -48,7 +48,7 @@ class ExitRecord(Struct, frozen=True):
     """exit code, or None when a signal ended it"""
     signal: int | None
     why: str
-    """``exited``, ``signalled``, ``asked`` (told to stop), ``unwanted``, ``launcher died``, ``not started: …``"""
+    """``exited``, ``signalled``, ``asked`` (told to stop), ``unwanted: …``, ``launcher died``, ``not started: …``"""
     at: float
     """wall clock of the node, for display only"""
 
@@ -62,8 +62,8 @@ def read_launch(path: Path) -> Launch:
 
 
 def read_exit(path: Path) -> ExitRecord | None:
-    """The record, or None when there is none (yet)."""
+    """The record, or None when there is none (yet), or none that can be read: one bad file must not end its reader."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=ExitRecord)
-    except FileNotFoundError:
+    except (OSError, ValueError):  # ValueError: no JSON, no record, no text
         return None

@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -238,14 +238,16 @@ def _missing(loc: KeyPath) -> str:
 def table_at(path: KeyPath) -> type[BaseModel] | None:
     """The table of the schema that ``path`` leads to; None where it leads to a value or to nothing of ours."""
     model: type[BaseModel] = Job
+    named = False  # a name of the user's own follows
     for part in path:
-        if isinstance(part, int):
+        if isinstance(part, int) or named:
+            named = False
             continue
         field = model.model_fields.get(part)
         inner = _model_in(field.annotation) if field else None
-        if inner is None:
+        if field is None or inner is None:
             return None
-        model = inner
+        model, named = inner, get_origin(field.annotation) is dict
     return model
 
 
@@ -253,7 +255,10 @@ def _tables(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[KeyPath, ty
     yield path, model
     for name, field in model.model_fields.items():
         if (inner := _model_in(field.annotation)) is not None:
-            yield from _tables(inner, (*path, name) if inner is field.annotation else (*path, name, 0))
+            below: KeyPath = () if inner is field.annotation else (0,)
+            if get_origin(field.annotation) is dict:
+                below = ("NAME",)
+            yield from _tables(inner, (*path, name, *below))
 
 
 def _required(model: type[BaseModel], path: KeyPath) -> Iterator[KeyPath]:
@@ -264,7 +269,7 @@ def _required(model: type[BaseModel], path: KeyPath) -> Iterator[KeyPath]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in ``M``, ``M | None`` or ``tuple[M, ...]``."""
+    """The model in ``M``, ``M | None``, ``tuple[M, ...]`` or ``dict[str, M]``."""
     candidates = (annotation, *get_args(annotation))
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
 

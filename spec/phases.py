@@ -1,7 +1,13 @@
 """Every phase, declared once: what a replica says that it is doing, and what silence then means.
 
-The worker sends the name, detectors read the traits, views read the colour. A role may use names of its own: they are
-shown, and silence in them is judged as in a neutral phase.
+The worker sends the name, detectors read the traits, views read the colour. A job may move the bounds of a phase
+(``[phases.<name>]``, :meth:`rrl.spec.jobview.Limits.phase`). A role may use names of its own: they are shown, who is
+silent in them is lost as in any phase, and who stays in them for long is warned of; it is restarted for that only where
+``[phases.<name>]`` says how long the phase may last.
+
+The bounds are wide because the two mistakes cost unequally: who is killed at healthy work is killed again at the same
+place, a hang costs its deadline once. NVRx waits 3600 s for a first heartbeat and 2700 s for each further one
+(docs/sources.md).
 """
 
 from __future__ import annotations
@@ -12,7 +18,8 @@ from msgspec import Struct
 
 
 class Phase(Struct, frozen=True):
-    """Traits of a phase. ``shortest``/``longest`` (s) bound the adaptive no-progress deadline."""
+    """Traits of a phase. ``shortest``/``longest`` (s) bound the adaptive no-progress deadline; ``longest`` also holds
+    as long as nothing usual is known."""
 
     name: str
     progresses: bool = False
@@ -29,19 +36,25 @@ class Phase(Struct, frozen=True):
     colour: str = "white"
 
 
+_HOUR = 3600.0
+
 _ALL = (
     Phase("starting", longest=600.0, colour="cyan"),
-    Phase("between", longest=900.0, colour="bright_black"),  # outside of every phase that the role names
+    # outside of every phase that the role names: mostly nothing, but an evaluation may be there
+    Phase("between", shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
     Phase("loading_weights", waits_for="trainer", colour="cyan"),
     Phase("wait_weights", waits_for="trainer", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", useful=True, colour="bright_black"),
     Phase("wait_data", waits_for="rollout", useful=True, colour="bright_black"),
-    Phase("generate", progresses=True, computes=True, useful=True, shortest=60.0, longest=900.0, colour="green"),
-    Phase("train", progresses=False, computes=True, useful=True, shortest=300.0, longest=1800.0, colour="green"),
-    Phase("checkpoint", useful=True, shortest=60.0, longest=600.0, colour="blue"),
-    Phase("publish", useful=True, shortest=60.0, longest=600.0, colour="blue"),
-    Phase("score", progresses=True, useful=True, colour="green"),
-    Phase("serve", useful=True, longest=inf, colour="green"),
+    Phase("generate", progresses=True, computes=True, useful=True, shortest=60.0, longest=_HOUR, colour="green"),
+    # a usual step is no measure of one with an evaluation in it
+    Phase("train", computes=True, useful=True, shortest=600.0, longest=6 * _HOUR, colour="green"),
+    # shared storage stalls for minutes
+    Phase("checkpoint", useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
+    Phase("publish", useful=True, shortest=300.0, longest=_HOUR, colour="blue"),
+    # a backlog, a judge model that is slow to answer
+    Phase("score", progresses=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
+    Phase("serve", useful=True, shortest=300.0, longest=inf, colour="green"),  # the store fsyncs to shared storage
     Phase("stopping", colour="magenta"),
 )
 

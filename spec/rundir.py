@@ -6,6 +6,7 @@ run's user. Nothing of a run lies elsewhere, but for sockets and shared memory w
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -69,12 +70,18 @@ class RunDir:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace ``path`` by ``data``: a reader sees the old bytes or the new ones. Durable when it returns."""
+    """Replace ``path`` by ``data``: a reader sees the old bytes or the new ones. Durable when it returns.
+
+    Raises OSError (no space, over quota); then the old bytes are still there, and nothing else is."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
-        os.write(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(temporary, path)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with open(fd, "wb") as file:  # unlike os.write it goes on after a short write
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

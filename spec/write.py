@@ -29,12 +29,15 @@ def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
     fields = [(name, field, getattr(model, name)) for name, field in type(model).model_fields.items()]
     plain = [(name, field, value) for name, field, value in fields if value is not None and not _tables(value)]
     if plain and path:
-        yield f"\n[{'.'.join(path)}]"
+        yield f"\n[{'.'.join(map(_key, path))}]"
     for name, field, value in plain:
         yield f"{name} = {field_text(field, value)}"
     for name, _, value in fields:
         if isinstance(value, BaseModel):
             yield from _table(value, (*path, name))
+        elif isinstance(value, dict) and _tables(value):
+            for key, one in value.items():
+                yield from _table(one, (*path, name, key))
         elif _tables(value):
             for one in value:
                 yield f"\n[[{'.'.join((*path, name))}]]"
@@ -42,7 +45,8 @@ def _table(model: BaseModel, path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _tables(value: Any) -> bool:
-    return isinstance(value, BaseModel) or (isinstance(value, tuple) and any(isinstance(v, BaseModel) for v in value))
+    several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return isinstance(value, BaseModel) or any(isinstance(one, BaseModel) for one in several)
 
 
 def field_text(field: FieldInfo, value: Any) -> str:

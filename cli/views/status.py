@@ -48,8 +48,8 @@ def status_view(state: State, now: float, width: int = 100, note: str = "") -> R
 def one_line(state: State, silent: bool = False) -> str:
     """The same for a log: where the run stands, and who is not at work."""
     parts = [f"{state.run}: {standing(state)[0]}", f"step {state.step}/{state.job.steps}"]
-    if state.last_rewards:
-        parts.append(f"reward {number(state.last_rewards[-1])}")
+    if state.rewards.latest is not None:
+        parts.append(f"reward {number(state.rewards.latest)}")
     if state.verdict is None and state.outcome is None:
         parts += [f"{replica.life} {replica.status.value}" for replica in workers(state)
                   if replica.status is not Status.JOINED][:CROWD]  # fmt: skip
@@ -89,11 +89,10 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
     facts = Table.grid(padding=(0, 2), expand=True)
     facts.add_column(style="bright_black", no_wrap=True)
     facts.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    if state.first_rewards:
-        first = sum(state.first_rewards) / len(state.first_rewards)
-        newest = state.last_rewards[-10:]
-        reward = Text(f"{number(first)} → {number(sum(newest) / len(newest))}  ")
-        facts.add_row("reward", reward.append(curve(state.curve.points, width - 30), "green"))
+    first, newest = state.rewards.mean_first, state.rewards.mean_last
+    if first is not None and newest is not None:
+        reward = Text(f"{number(first)} → {number(newest)}  ")
+        facts.add_row("reward", reward.append(curve(state.rewards.points, width - 30), "green"))
     if width >= NARROW and (metrics := _metrics(state, width - 12)):
         facts.add_row("metrics", metrics)
     if state.outcome is None:

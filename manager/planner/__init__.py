@@ -43,4 +43,4 @@ def plan(state: State, now: float) -> Plan:
         return Plan(tuple(wanted), now)
     placed, place_wake = place(state, now)
     drills = drill(state)
-    return Plan((*wanted, *placed, *drills), min(brake_wake, supply_wake, place_wake))
+    return Plan((*wanted, *placed, *drills), min(ending_wake, brake_wake, supply_wake, place_wake))

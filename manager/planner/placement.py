@@ -18,9 +18,10 @@ NEVER = float("inf")
 
 def place(state: State, now: float) -> tuple[list[Outside], float]:
     """Agents for every usable node, wanted replicas onto free ones, an end to what lingers. Returns the next wake."""
-    actions: list[Outside] = [*_stop_lingering(state)]
-    wake, recovery = NEVER, state.job.recovery
-    taken = _occupants(state)
+    stops, wake = stop_lingering(state, now)
+    actions: list[Outside] = [*stops]
+    recovery = state.job.recovery
+    taken, failing = _occupants(state), failing_nodes(state, now)
     for node, allocation in usable_nodes(state):
         agent = state.replica(replica_id(AGENT, node))
         spent = agent.recent(recovery.window, now)
@@ -38,12 +39,31 @@ def place(state: State, now: float) -> tuple[list[Outside], float]:
         if replica.not_before > now:
             wake = min(wake, replica.not_before)
             continue
-        home = _home(state, replica, taken, now)
+        home = _home(state, replica, taken, failing, now)
         if home is not None:
             actions.append(_launch(state, replica, *home))
             taken.setdefault(home[0], []).append(replica)
         elif spent := replica.recent(recovery.window, now):  # a node that failed it may be tried again then
             wake = min(wake, spent[0].at + recovery.window)
+    again, again_wake = _once_more(state, taken, failing, now)
+    return [*actions, *again], min(wake, again_wake)
+
+
+def _once_more(
+    state: State, taken: dict[NodeName, list[Replica]], failing: set[NodeName], now: float
+) -> tuple[list[Outside], float]:
+    """Replicas that were gone on without get another chance once their failures have left the window, in whatever room
+    the wanted ones leave."""
+    actions: list[Outside] = []
+    wake, window = NEVER, state.job.recovery.window
+    for replica in workers(state):
+        if replica.status is not Status.RETIRED:
+            continue
+        if recent := replica.recent(window, now):
+            wake = min(wake, recent[-1].at + window)
+        elif (home := _home(state, replica, taken, failing, now)) is not None:
+            actions.append(_launch(state, replica, *home))
+            taken.setdefault(home[0], []).append(replica)
     return actions, wake
 
 
@@ -69,12 +89,12 @@ def vacant_for(state: State, replica: Replica, avoid: NodeName | None, now: floa
 
 def unplaced(state: State, now: float) -> list[Replica]:
     """Wanted replicas that no node of ours can take."""
-    taken = _occupants(state)
+    taken, failing = _occupants(state), failing_nodes(state, now)
     lacking = []
     for replica in workers(state):
         if replica.status is not Status.WANTED:
             continue
-        home = _home(state, replica, taken, now)
+        home = _home(state, replica, taken, failing, now)
         if home is None:
             lacking.append(replica)
         else:
@@ -83,22 +103,38 @@ def unplaced(state: State, now: float) -> list[Replica]:
 
 
 def _home(
-    state: State, replica: Replica, taken: dict[NodeName, list[Replica]], now: float
+    state: State, replica: Replica, taken: dict[NodeName, list[Replica]], failing: set[NodeName], now: float
 ) -> tuple[NodeName, str] | None:
-    """Where it goes: its preferred node, else the first that fits and has not failed it too often."""
+    """Where it goes: its preferred node, else the first that fits and has not failed it too often; any that fits where
+    it is not the node. ``failing``: :func:`failing_nodes`."""
     nodes = usable_nodes(state)
     fitting = [pair for pair in nodes if _fits(state, replica, pair[0], taken)]
     preferred = [pair for pair in fitting if pair[0] == replica.prefer]
     if preferred:
         return preferred[0]
     spent = _spent(state, replica, now)
-    return next((pair for pair in fitting if pair[0] not in spent), None)
+    good = next((pair for pair in fitting if pair[0] not in spent), None)
+    return fitting[0] if good is None and fitting and not would_help(state, replica, failing, now) else good
 
 
-def _spent(state: State, replica: Replica, now: float) -> set[NodeName]:
-    """Nodes that have failed it too often within the window."""
+def would_help(state: State, replica: Replica, failing: set[NodeName], now: float) -> bool:
+    """A node more for this replica: not where it fails as often on two, nor where so many nodes fail somebody at once
+    that it is the storage, the fabric or the software."""
+    if len(_spent(state, replica, now, refused=False)) > 1:
+        return False
+    return len(failing - {replica.node}) < max(1, int(state.job.recovery.breaker * len(state.nodes)))
+
+
+def failing_nodes(state: State, now: float) -> set[NodeName]:
+    """Nodes on which somebody's process has failed too often within the window."""
+    tried = (replica for replica in workers(state) if replica.failures)
+    return {node for replica in tried for node in _spent(state, replica, now, refused=False)}
+
+
+def _spent(state: State, replica: Replica, now: float, refused: bool = True) -> set[NodeName]:
+    """Nodes that have failed it too often within the window; ``refused``: launches that the cluster refused count."""
     recovery = state.job.recovery
-    nodes = [start.node for start in replica.recent(recovery.window, now)]
+    nodes = [start.node for start in replica.recent(recovery.window, now) if refused or not start.refused]
     return {node for node in nodes if nodes.count(node) >= max(1, recovery.per_node)}
 
 
@@ -140,15 +176,19 @@ def _launch(state: State, replica: Replica, node: NodeName, allocation: str) -> 
     return Launch(life, tag_of(state.run, life), allocation, node, why)
 
 
-def _stop_lingering(state: State) -> list[Outside]:
-    """Fenced lives may still run: end their steps, but do not wait for nodes that do not answer."""
-    stops: list[Outside] = []
+def stop_lingering(state: State, now: float) -> tuple[list[StopStep], float]:
+    """Fenced lives may still run: end their steps, but do not wait for nodes that do not answer. And the next wake."""
+    stops: list[StopStep] = []
+    wake = NEVER
     for step, one in state.lingering.items():
         node = state.nodes.get(one.node)
         if one.asked or node is None or node.excluded is not None:
             continue
+        if one.not_before > now:
+            wake = min(wake, one.not_before)
+            continue
         stops.append(StopStep(step, one.life, state.job.limits.step_grace, Why((f"{one.life} is fenced",))))
-    return stops
+    return stops, wake
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@ used) or a :class:`Finish` (the ladder's last rung). Placement and supply then d
 from __future__ import annotations
 
 from rrl.manager.actions import Decision, Exclude, Fence, Finish, Rung, Why
-from rrl.manager.planner.placement import usable_nodes, vacant_for
+from rrl.manager.planner.placement import failing_nodes, usable_nodes, vacant_for, would_help
 from rrl.manager.state import Replica, State, Status, finding_about, node_finding, workers
 from rrl.spec.words import AGENT, Finding, NodeName, Outcome
 
@@ -17,6 +17,7 @@ def recover(state: State, now: float) -> list[Decision]:
     decisions: list[Decision] = []
     condemned: set[NodeName] = set()
     window = state.job.recovery.window
+    failing = failing_nodes(state, now)
     for name, node in state.nodes.items():
         finding = node_finding(state, name)
         if finding is not None and node.excluded is None:
@@ -24,9 +25,14 @@ def recover(state: State, now: float) -> list[Decision]:
             condemned.add(name)
     for replica in state.replicas.values():
         if replica.believed and replica.node not in condemned and (evidence := _lost(state, replica)):
-            decisions.append(_choose(state, replica, evidence, now))
+            decision = _choose(state, replica, evidence, failing, now)
         elif replica.status is Status.WANTED and len(replica.recent(window, now)) > state.job.recovery.per_replica:
-            decisions.append(_last_rungs(state, replica, ("its launches were refused",)))
+            decision = _last_rungs(state, replica, ("its launches were refused",), now)
+        else:
+            continue
+        decisions.append(decision)
+        if isinstance(decision, Finish):
+            break
     return decisions
 
 
@@ -45,11 +51,13 @@ def _lost(state: State, replica: Replica) -> tuple[str, ...]:
     return ()
 
 
-def _choose(state: State, replica: Replica, evidence: tuple[str, ...], now: float) -> Decision:
-    """The first rung of the ladder that fits."""
+def _choose(
+    state: State, replica: Replica, evidence: tuple[str, ...], failing: set[NodeName], now: float
+) -> Decision:
+    """The first rung of the ladder that fits. ``failing``: nodes that have failed somebody too often."""
     recent = replica.recent(state.job.recovery.window, now)
     if len(recent) >= state.job.recovery.per_replica:
-        return _last_rungs(state, replica, evidence)
+        return _last_rungs(state, replica, evidence, now)
     node_is_good = replica.node is not None and any(node == replica.node for node, _ in usable_nodes(state))
     here = sum(start.node == replica.node for start in recent)
     if node_is_good and (here < state.job.recovery.per_node or replica.role == AGENT):
@@ -58,14 +66,17 @@ def _choose(state: State, replica: Replica, evidence: tuple[str, ...], now: floa
         return Fence(replica.life, Rung.DEGRADED, Why(evidence, Rung.DEGRADED, "its node is out of use"))
     elif vacant_for(state, replica, replica.node, now):
         rung, expects = Rung.SPARE, "joins again on a spare node"
+    elif node_is_good and not would_help(state, replica, failing, now):
+        rung, expects = Rung.IN_PLACE, f"joins again on {replica.node}: it is not the node"
     else:
         rung, expects = Rung.REPLACEMENT, "joins again once a replacement node is there"
     return Fence(replica.life, rung, Why(evidence, rung, expects, now + state.job.limits.join))
 
 
-def _last_rungs(state: State, replica: Replica, evidence: tuple[str, ...]) -> Decision:
+def _last_rungs(state: State, replica: Replica, evidence: tuple[str, ...], now: float) -> Decision:
     """The restart budget is spent: go on without it if the role can, else end the run."""
-    spent = f"{len(replica.failures)} restarts of {replica.id} within {state.job.recovery.window:g} s"
+    recent = replica.recent(state.job.recovery.window, now)
+    spent = f"{len(recent)} restarts of {replica.id} within {state.job.recovery.window:g} s"
     if replica.role == AGENT or _can_spare(state, replica):
         why = Why((*evidence, spent), Rung.DEGRADED, f"{replica.role} goes on with one replica less")
         return Fence(replica.life, Rung.DEGRADED, why)

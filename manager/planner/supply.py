@@ -41,8 +41,8 @@ def _first_pool(state: State, now: float) -> list[Action]:
     job = state.job
     tag = f"{state.run}.pool-{state.seq}" if refusals else f"{state.run}.pool"  # the first may yet land
     ask = Ask(tag, job.nodes, job.node, job.walltime, sbatch=job.sbatch, comment=f"rrl {state.run}")
-    deadline = state.at + job.limits.allocation
-    return [Request(ask, Why((f"{job.nodes} nodes wanted, none held",), expects="nodes", by=deadline))]
+    why = Why((f"{job.nodes} nodes wanted, none held",), expects="nodes, when the queue comes to it")
+    return [Request(ask, why)]
 
 
 def _refusals(state: State, now: float) -> list[Refusal]:
@@ -51,13 +51,16 @@ def _refusals(state: State, now: float) -> list[Refusal]:
 
 
 def _overdue(state: State, now: float) -> tuple[list[Action], float]:
-    """Requests that were not met by their deadline are given back, and the ladder goes on one rung down."""
+    """Requests that were not met by their deadline are given back, and the ladder goes on one rung down. The first pool
+    has none: a run that has not begun loses nothing by waiting in the queue."""
     wake = NEVER
     for allocation in state.allocations.values():
         if allocation.stray and not allocation.releasing and now >= allocation.not_before:
             return [Release(allocation.tag, Why((f"{allocation.tag} landed after it had been given up",)))], now
         if allocation.stray or allocation.running or allocation.releasing or allocation.tag in state.intents:
             continue  # a request that nobody has answered is settled first: it may land after its give-back
+        if state.running_since is None:
+            continue
         deadline = max(allocation.at + state.job.limits.allocation, allocation.not_before)
         if now < deadline:
             wake = min(wake, deadline)
@@ -80,7 +83,7 @@ def _replacement(
         if now < again:
             return [], min(wake, again)
     excluded = tuple(sorted(name for name, node in state.nodes.items() if node.excluded is not None))
-    remaining = max(60.0, state.job.walltime - (now - state.started))
+    remaining = max(60.0, min(state.ends - now, state.job.walltime))
     ask = Ask(
         f"{state.run}.more-{state.seq}", missing, state.job.node, remaining, exclude=excluded,
         sbatch=state.job.sbatch, comment=f"rrl {state.run} replacement",

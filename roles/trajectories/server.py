@@ -17,6 +17,7 @@ from rrl.roles.trajectories.types import (
     Answer,
     Append,
     Commit,
+    Denied,
     GetBatch,
     GetCommitted,
     Leased,
@@ -56,6 +57,10 @@ _LOOK = 0.2
 """s between two looks whether the manager asked us to stop"""
 
 
+_EMPTY = (NotYet(), Leased(()), Scoring(()))
+"""Answers that give nothing: a request waits before it gets one, and it is no work done"""
+
+
 class _Parked(msgspec.Struct):
     """A request that could not be served yet, and until when it waits."""
 
@@ -66,7 +71,8 @@ class _Parked(msgspec.Struct):
 class Server:
     """Serves ``store`` at ``listener``. All methods belong to one asyncio loop.
 
-    ``done`` is told after each round how many requests it answered.
+    ``done`` is told after each round how many requests it served. Those that wait in vain are not served: a store that
+    only says so stands still, however often it is asked.
     """
 
     def __init__(self, store: Store, listener: Listener, done: Callable[[int], None] = lambda _: None) -> None:
@@ -124,14 +130,14 @@ class Server:
         answers: list[tuple[Incoming, Answer]] = []
         for each in here:
             said = answer(self._store, each.incoming.message)
-            if now < each.until and said in (NotYet(), Leased(()), Scoring(())):
+            if now < each.until and said in _EMPTY:
                 self._parked.append(each)
             else:
                 answers.append((each.incoming, said))
         self._store.flush()
         for incoming, said in answers:
             await self._listener.send(incoming.peer, said, incoming.ask)
-        self._done(len(answers))
+        self._done(sum(said not in _EMPTY and not isinstance(said, Denied) for _, said in answers))
 
 
 def _living(peers: Peers) -> frozenset[Life]:

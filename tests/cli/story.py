@@ -10,9 +10,10 @@ import msgspec
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Request, Rung, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
+from rrl.manager.fold import fold
 from rrl.manager.journal import Journal
 from rrl.manager.ledger import write_summary
-from rrl.manager.state import State, fold
+from rrl.manager.state import State
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir

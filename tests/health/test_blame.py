@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rrl.health.blame import charge
+from rrl.spec.jobview import Limits, PhaseView
+from rrl.spec.phases import PHASES
 from rrl.spec.words import Cause, Life, ReplicaId
 from rrl.tests.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
 
@@ -22,20 +24,20 @@ def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
 
 def test_rollouts_that_wait_out_a_long_training_step_are_never_charged() -> None:
     trace = job("train", "wait_weights")
-    trace.play(1790)
+    trace.play(PHASES["train"].longest - 10)
     assert trace.found() == set()
 
 
 def test_a_hung_trainer_is_charged_and_who_waits_for_it_is_not() -> None:
     trace = job("train", "wait_weights")
-    trace.play(1800 + LIMITS.first_pass)
+    trace.play(PHASES["train"].longest + LIMITS.first_pass)
     assert trace.found() == {fail("phase_overdue", TRAINER)}
 
 
 def test_a_trainer_that_waits_for_a_hung_rollout_is_not_charged() -> None:
     trace = job("wait_data", "wait_work")
     trace.enter(ROLLOUTS[1], "generate")
-    trace.play(LONG)
+    trace.play(PHASES["generate"].longest + LIMITS.first_pass)
     assert trace.found() == {fail("no_progress", ROLLOUTS[1])}
 
 
@@ -99,7 +101,7 @@ def test_a_service_that_nobody_waits_for_may_idle_for_ever() -> None:
 def test_a_worker_that_says_for_whom_it_waits_is_a_waiter_whatever_its_phase() -> None:
     trace = job("wait_data", "generate")
     trace.waiting = dict.fromkeys(ROLLOUTS, STORE.replica)  # blocked in an append
-    trace.play(LONG)
+    trace.play(PHASES["generate"].longest + LIMITS.first_pass)
     assert trace.found() == {fail("standstill", STORE)}
 
 
@@ -147,11 +149,24 @@ def test_waiting_for_a_replica_that_nobody_has_seen_charges_nobody(named: bool) 
     assert trace.found() == set()
 
 
-def test_a_replica_that_is_leaving_neither_works_nor_stands() -> None:
+@pytest.mark.parametrize("word", ["leaving", "goodbye"])
+def test_a_replica_that_is_leaving_neither_works_nor_stands(word: str) -> None:
     trace = job("wait_data", "wait_work")
-    trace.watch.leaving(ROLLOUTS[0], trace.now)
-    trace.play(LONG)
+    trace.play(LONG - 100)
+    getattr(trace.watch, word)(ROLLOUTS[0], trace.now)
+    trace.play(100)
     assert trace.found() == {fail("standstill", STORE)}
+
+
+def test_a_phase_of_the_job_s_own_may_wait_for_a_role_too() -> None:
+    own = PhaseView(longest=100.0, progresses=False, waits_for="reward")
+    trace = Trace(Limits(first_pass=0.0, phases={"wait_judge": own}))
+    trace.node("n1", TRAINER, phase="wait_judge").node("n4", REWARD, phase="serve")
+    trace.still |= {TRAINER, REWARD}
+    trace.play(PHASES["serve"].shortest - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("standstill", REWARD)}
 
 
 def test_a_failed_spare_node_does_not_hide_a_standstill() -> None:

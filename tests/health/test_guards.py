@@ -14,12 +14,17 @@ from rrl.health import guards
 from rrl.health.guards import detect
 from rrl.health.progress import waits
 from rrl.health.sightings import Watch
-from rrl.spec.jobview import Limits
-from rrl.spec.phases import phase
+from rrl.spec.jobview import Limits, PhaseView
 from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, Verdict, role_of
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
 
-SHORT = Limits(beat=1.0, silence=5.0, join=12.0, first_pass=20.0)
+SHORT = Limits(
+    beat=1.0, silence=5.0, join=12.0, first_pass=20.0,
+    phases={
+        "tools": PhaseView(shortest=20.0, longest=60.0, progresses=True), "train": PhaseView(300.0, 1800.0),
+        "stopping": PhaseView(longest=60.0),
+    },
+)  # fmt: skip
 
 
 # ── by example ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +156,7 @@ def test_a_day_of_a_healthy_run_finds_nothing() -> None:
 NODES = [NodeName(f"n{index}") for index in range(3)]
 REPLICAS = [ReplicaId(name) for name in ("trainer/0", "rollout/0", "rollout/1", "trajectories/0")]
 HOMES = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))
-PHASES = ["starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own"]
+PHASES = ["starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own", "tools"]
 WAITS = ["wait_weights", "wait_data", "wait_work", "serve"]
 
 replicas = st.sampled_from(REPLICAS)
@@ -174,6 +179,8 @@ unlikely = st.one_of(
     st.tuples(st.just("step_ended"), lives, st.sampled_from([0, 1, None]), st.sampled_from(["exited", "asked"])),
     st.tuples(st.just("gone"), lives),
     st.tuples(st.just("leaving"), lives),
+    st.tuples(st.just("goodbye"), lives),
+    st.tuples(st.just("step_alive"), lives),
     st.tuples(st.just("forget"), lives | agents),
     st.tuples(st.just("agent"), nodes, st.integers(1, 2)),
     st.tuples(st.just("agent_launched"), nodes, st.integers(1, 2)),
@@ -303,9 +310,9 @@ def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_
                 continue
             seen = watch.replicas[finding.life.replica]
             if finding.detector == "standstill":
-                assert all(one.leaving_at is not None or one.beats >= 3 for one in watch.workers())
+                assert all(one.left_at is not None or one.beats >= 3 for one in watch.workers())
                 assert not waits(seen) or _in_a_circle(watch, seen.life.replica)
-            else:
+            elif finding.detector != "never_left":
                 assert not waits(seen)
 
 
@@ -317,7 +324,7 @@ def _in_a_circle(watch: Watch, start: ReplicaId) -> bool:
         if seen is None or seen.life.replica in been:
             continue
         been.add(seen.life.replica)
-        role = phase(seen.phase or "").waits_for
+        role = seen.declared.waits_for
         named = [seen.waits_for] if seen.waits_for else [r for r in watch.replicas if role_of(r) == role]
         if start in named:
             return True

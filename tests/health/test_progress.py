@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from math import nextafter
+from math import inf, nextafter
 
 import pytest
 
+from rrl.health.guards import detect
 from rrl.health.progress import PROGRESS_DETECTORS
-from rrl.spec.jobview import Limits
-from rrl.spec.phases import PHASES
+from rrl.spec.jobview import Limits, PhaseView
+from rrl.spec.phases import PHASES, Phase
 from rrl.spec.words import Cause, Life, NodeName, Remedy
-from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
+from rrl.tests.health.traces import (
+    LIMITS,
+    ROLLOUT,
+    ROLLOUTS,
+    STORE,
+    TRAINER,
+    Trace,
+    agent_of,
+    brief,
+    fail,
+    look,
+    unknown,
+    warn,
+)  # fmt: skip
 
 
 def before(moment: float) -> float:
@@ -42,7 +56,7 @@ def test_an_exit_record_is_proof_at_once(code: int | None, signal: int | None, w
     assert finding.evidence[0].text == text
 
 
-def test_an_exit_after_goodbye_is_no_failure() -> None:
+def test_an_exit_of_who_was_asked_to_stop_is_no_failure() -> None:
     for code, signal in ((0, None), (None, 15), (None, 9)):
         trace = one_rollout()
         trace.watch.leaving(ROLLOUT, trace.now)
@@ -51,14 +65,31 @@ def test_an_exit_after_goodbye_is_no_failure() -> None:
         assert trace.found(trace.now + 1e4) - {warn("node_lost", "n1")} == set()
 
 
-def test_a_code_of_its_own_after_goodbye_is_a_warning() -> None:
+def test_a_code_of_its_own_of_who_was_asked_to_stop_is_a_warning() -> None:
     trace = one_rollout()
     trace.watch.leaving(ROLLOUT, trace.now)
     trace.watch.step_ended(ROLLOUT, 3, None, "exited", trace.now)
     assert trace.found() == {warn("exit_record", ROLLOUT)}
 
 
-def test_code_0_without_goodbye_waits_for_a_goodbye_that_may_be_on_the_way() -> None:
+@pytest.mark.parametrize(("code", "signal"), [(0, None), (3, None), (None, 9)])
+def test_an_end_that_nobody_asked_for_is_a_failure_even_after_goodbye(code: int | None, signal: int | None) -> None:
+    trace = one_rollout()
+    trace.watch.goodbye(ROLLOUT, trace.now)
+    trace.watch.step_ended(ROLLOUT, code, signal, "exited", trace.now)
+    trace.play(4)
+    assert trace.found() == {fail("exit_record", ROLLOUT)}
+    assert trace.only().proof
+
+
+def test_a_witnessed_end_that_nobody_asked_for_is_a_failure_even_after_goodbye() -> None:
+    trace = one_rollout()
+    trace.watch.goodbye(ROLLOUT, trace.now)
+    trace.watch.gone(ROLLOUT, trace.now)
+    assert trace.found() == {fail("step_gone", ROLLOUT)}
+
+
+def test_code_0_waits_for_the_word_that_the_run_is_complete() -> None:
     trace = one_rollout()
     trace.watch.step_ended(ROLLOUT, 0, None, "exited", trace.now)
     due = trace.now + 4 * LIMITS.beat
@@ -68,10 +99,25 @@ def test_code_0_without_goodbye_waits_for_a_goodbye_that_may_be_on_the_way() -> 
     assert trace.found(due) == set()
 
 
-def test_a_second_step_that_was_sent_away_says_nothing_about_the_first() -> None:
+def test_who_said_goodbye_and_stays_has_failed_in_the_end() -> None:
+    trace = one_rollout("stopping")
+    trace.watch.goodbye(ROLLOUT, trace.now)
+    trace.watch.goodbye(ROLLOUT, trace.now + 5)
+    due = trace.now + PHASES["stopping"].longest
+    trace.play(PHASES["stopping"].longest)
+    assert trace.found(before(due)) == set()
+    assert trace.found() == {fail("never_left", ROLLOUT)}
+    trace.watch.leaving(ROLLOUT, trace.now)
+    assert trace.found() == set(), "asked to stop: the manager sees to its end"
+
+
+@pytest.mark.parametrize("why", ["unwanted: replaced by rollout/0#2", "unwanted: no manager answered"])
+def test_a_second_step_that_was_sent_away_says_nothing_about_the_first(why: str) -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, 1, None, "unwanted", trace.now)
+    trace.watch.step_ended(ROLLOUT, 1, None, why, trace.now)
     assert trace.found() == set()
+    trace.watch.step_ended(ROLLOUT, None, 9, "signalled", trace.now)
+    assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
 def test_the_agent_s_witness_is_proof_and_an_exit_record_says_more() -> None:
@@ -122,9 +168,17 @@ def test_a_worker_must_beat_in_every_phase(phase: str) -> None:
 
 def test_silence_after_goodbye_is_expected() -> None:
     trace = one_rollout()
+    trace.watch.goodbye(ROLLOUT, trace.now)
+    trace.silent.add(ROLLOUT)
+    trace.play(PHASES["stopping"].longest - 1)
+    assert trace.found() == set()
+
+
+def test_silence_of_who_was_asked_to_stop_is_expected() -> None:
+    trace = one_rollout()
     trace.watch.leaving(ROLLOUT, trace.now)
     trace.silent.add(ROLLOUT)
-    trace.play(1000)
+    trace.play(5000)
     assert trace.found() == set()
 
 
@@ -170,6 +224,57 @@ def test_a_launch_without_hello_fails_after_the_join_limit_and_not_before() -> N
     assert trace.found(due) == {fail("never_joined", ROLLOUT)}
 
 
+def alive(trace: Trace, seconds: float) -> None:
+    """The agent of n1 beats, and says that the rollout's step lives."""
+    for _ in range(int(seconds)):
+        trace.play(1)
+        trace.watch.step_alive(ROLLOUT, trace.now)
+
+
+def test_a_slow_start_of_a_step_that_lives_is_a_warning_first() -> None:
+    trace = Trace().node("n1")
+    trace.launch(ROLLOUT, "n1")
+    due = trace.now + 5 * LIMITS.join
+    alive(trace, LIMITS.join - 1)
+    assert trace.found() == set()
+    alive(trace, 1)
+    assert trace.found() == {warn("never_joined", ROLLOUT)}
+    first = trace.findings()
+    alive(trace, 4 * LIMITS.join - 1)
+    assert trace.findings() == first
+    assert look(trace.watch, trace.now, LIMITS)[1] <= due
+    alive(trace, 1)
+    assert trace.now == due
+    assert trace.found() == {fail("never_joined", ROLLOUT)}
+
+
+def test_a_step_that_the_agent_saw_long_ago_has_no_more_time_than_a_launched_one() -> None:
+    trace = Trace().node("n1")
+    trace.launch(ROLLOUT, "n1")
+    alive(trace, 150)
+    seen = trace.now
+    trace.play(LIMITS.join)
+    assert trace.found(before(seen + LIMITS.join)) == {warn("never_joined", ROLLOUT)}
+    assert trace.found() == {fail("never_joined", ROLLOUT)}
+
+
+def test_a_slow_start_does_not_witness_against_its_node_before_its_own_time_is_up() -> None:
+    trace = Trace().node("n1")
+    trace.launch(ROLLOUT, "n1")
+    alive(trace, 150)
+    trace.silent.add(agent_of("n1"))
+    seen = trace.now
+    assert trace.found(seen + 60) == {warn("never_joined", ROLLOUT), warn("node_lost", "n1")}
+    assert trace.found(seen + LIMITS.join) == {fail("node_lost", "n1")}
+
+
+def test_a_step_that_lives_is_not_thereby_joined_nor_heard() -> None:
+    trace = one_rollout()
+    trace.silent.add(ROLLOUT)
+    alive(trace, 10)
+    assert trace.found() == {fail("worker_silence", ROLLOUT)}
+
+
 def test_an_agent_that_never_joins_fails_by_itself() -> None:
     trace = Trace()
     trace.launch(agent_of("n1"), "n1")
@@ -189,7 +294,7 @@ def test_a_rollout_that_beats_but_makes_no_tokens_hangs_after_the_adaptive_deadl
     finding = trace.only(due)
     assert (finding.cause, finding.remedy, finding.since) == (Cause.HANG, Remedy.RESTART, last)
     assert finding.evidence[0].text == (
-        "phase generate: no progress within 60 s (5 x usual 1 s, within 60 to 900 s)"
+        "phase generate: no progress within 60 s (5 x usual 1 s, within 60 to 3600 s)"
     )
 
 
@@ -240,17 +345,17 @@ def test_standing_still_for_a_while_is_normal_in_phases_that_need_no_progress(ph
 
 def test_a_training_step_that_does_not_end_is_overdue_by_the_adaptive_deadline() -> None:
     trace = Trace().node("n1", TRAINER, phase="publish")
-    trace.learn(TRAINER, "train", 100.0, passes=5)
+    trace.learn(TRAINER, "train", 200.0, passes=5)
     trace.enter(TRAINER, "train")
     began = trace.now
-    due = began + LIMITS.adaptive * 100.0
+    due = began + LIMITS.adaptive * 200.0
     trace.play(due - began)
     assert trace.found(before(due)) == set()
     assert trace.found(due) == {fail("phase_overdue", TRAINER)}
     assert trace.only(due).cause == Cause.HANG
 
 
-@pytest.mark.parametrize(("usual", "deadline"), [(2.0, 300.0), (400.0, 1800.0)])
+@pytest.mark.parametrize(("usual", "deadline"), [(2.0, 600.0), (5000.0, 21600.0)])
 def test_the_adaptive_deadline_stays_within_the_bounds_of_the_phase(usual: float, deadline: float) -> None:
     trace = Trace().node("n1", TRAINER, phase="publish")
     trace.learn(TRAINER, "train", usual, passes=5)
@@ -272,27 +377,113 @@ def test_a_long_phase_that_shows_progress_is_not_overdue() -> None:
 def test_a_running_deadline_does_not_move_when_others_change_what_is_usual() -> None:
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="publish")
     for life in ROLLOUTS[:2]:
-        trace.learn(life, "checkpoint", 20.0, between="serve")
+        trace.learn(life, "checkpoint", 100.0, between="serve")
     trace.enter(ROLLOUTS[0], "checkpoint")
-    trace.play(110)
+    trace.play(510)
     found = trace.findings()
     assert [f.detector for f in found] == ["phase_overdue"]
-    trace.learn(ROLLOUTS[1], "checkpoint", 80.0, passes=8, between="serve")
+    trace.learn(ROLLOUTS[1], "checkpoint", 250.0, passes=8, between="serve")
     assert trace.findings() == found
 
 
 def test_nobody_knows_how_long_an_undeclared_phase_may_last_so_it_only_warns() -> None:
     trace = Trace().node("n1", TRAINER, phase="my_evaluation")
-    trace.play(1200)
+    trace.play(Phase("my_evaluation").longest + LIMITS.first_pass)
     assert trace.found() == {warn("phase_overdue", TRAINER)}
 
 
-def test_code_between_phases_looks_like_starting_and_only_warns() -> None:
+@pytest.mark.parametrize(
+    ("phase", "usual", "once"),
+    [
+        ("train", 20.0, 360.0),  # an evaluation in it
+        ("between", 1.0, 360.0),  # or outside of every phase
+        ("checkpoint", 2.0, 180.0),  # shared storage stalls
+        ("publish", 2.0, 180.0),
+        ("score", 1.0, 180.0),  # a backlog, scored as a whole
+        ("serve", 1.0, 180.0),  # the store's fsync stalls, and everybody with it
+    ],
+)
+def test_one_pass_that_takes_minutes_though_it_usually_takes_seconds_is_no_hang(
+    phase: str, usual: float, once: float
+) -> None:
+    trace = Trace().node("n1", TRAINER, phase="wait_data")
+    trace.learn(TRAINER, phase, usual, passes=6, between="wait_data")
+    trace.still.add(TRAINER)
+    trace.enter(TRAINER, phase)
+    trace.play(once)
+    assert trace.found() == set()
+
+
+def test_a_first_training_step_of_hours_is_no_hang() -> None:
     trace = Trace().node("n1", TRAINER, phase="train")
-    trace.play(5)
-    trace.enter(TRAINER, "starting")
-    trace.play(PHASES["starting"].longest)
-    assert trace.found() == {warn("phase_overdue", TRAINER)}
+    trace.play(6 * 3600)
+    assert trace.found() == set()
+
+
+# ── bounds of the job's own ──────────────────────────────────────────────────────────────────────────────────────────
+def test_the_job_moves_the_bounds_of_a_phase() -> None:
+    limits = Limits(first_pass=0.0, phases={"train": PhaseView(shortest=30.0, longest=100.0)})
+    trace = Trace(limits).node("n1", TRAINER, phase="train")
+    began = trace.now
+    trace.play(100)
+    assert trace.found(before(began + 100)) == set()
+    assert trace.found() == {fail("phase_overdue", TRAINER)}, "nothing usual yet: the longest"
+    trace.learn(TRAINER, "train", 2.0, passes=6)
+    trace.enter(TRAINER, "train")
+    began = trace.now
+    trace.play(30)
+    assert trace.found(before(began + 30)) == set()
+    assert trace.found() == {fail("phase_overdue", TRAINER)}, "five times the usual is shorter than the shortest"
+
+
+def test_a_phase_of_the_job_s_own_that_lasts_longer_than_it_says_has_failed() -> None:
+    own = PhaseView(longest=100.0, progresses=False)
+    trace = Trace(Limits(first_pass=0.0, phases={"my_evaluation": own})).node("n1", TRAINER, phase="my_evaluation")
+    trace.play(99)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("phase_overdue", TRAINER)}
+
+
+def test_a_phase_of_the_job_s_own_can_demand_progress() -> None:
+    own = PhaseView(shortest=60.0, longest=100.0, progresses=True)
+    trace = Trace(Limits(first_pass=0.0, phases={"tools": own})).node("n1", ROLLOUT, phase="tools")
+    trace.play(500)
+    assert trace.found() == set()
+    assert trace.watch.replicas[ROLLOUT.replica].usual == pytest.approx(1.0), "the gap between two rises is usual"
+    trace.still.add(ROLLOUT)
+    trace.play(60)
+    assert trace.found() == {fail("no_progress", ROLLOUT)}
+
+
+def test_the_first_look_tells_the_watch_of_the_job_s_phases() -> None:
+    trace = one_rollout("tools")
+    limits = Limits(first_pass=0.0, phases={"tools": PhaseView(longest=100.0, progresses=True)})
+    detect(trace.watch, limits, trace.now)
+    trace.still.add(ROLLOUT)
+    trace.play(100)
+    assert brief(detect(trace.watch, limits, trace.now)[0]) == {fail("no_progress", ROLLOUT)}
+
+
+# ── blocked by another replica ───────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("phase", "detector"), [("checkpoint", "phase_overdue"), ("generate", "no_progress")])
+def test_time_that_another_replica_took_is_not_charged_when_it_is_over(phase: str, detector: str) -> None:
+    trace = Trace().node("n1", TRAINER, phase="publish").node("n2", STORE, phase="serve").node("n3", ROLLOUT)
+    trace.learn(TRAINER, phase, 10.0, passes=6)
+    trace.enter(TRAINER, phase)
+    trace.play(2)
+    trace.still.add(TRAINER)
+    trace.waiting[TRAINER] = STORE.replica
+    trace.play(700)
+    assert trace.found() == set()
+    del trace.waiting[TRAINER]
+    trace.play(1)
+    assert trace.found() == set(), "the first beat after the store is back"
+    assert trace.watch.replicas[TRAINER.replica].beats == 0, "no beat has shown it standing still by itself"
+    freed, deadline = trace.now, PHASES[phase].shortest
+    trace.play(deadline)
+    assert trace.found(before(freed + deadline)) == set()
+    assert trace.found() == {fail(detector, TRAINER)}, "from then on its time is its own"
 
 
 def test_a_replacement_has_all_the_time_to_start_however_short_the_code_between_phases_was() -> None:
@@ -308,6 +499,7 @@ def test_a_replacement_has_all_the_time_to_start_however_short_the_code_between_
 
 
 def test_a_phase_that_may_last_for_ever_is_never_overdue() -> None:
+    assert PHASES["serve"].longest == inf
     trace = Trace().node("n1", TRAINER, phase="serve")
     trace.play(5000)
     assert trace.found() == set()
@@ -328,8 +520,8 @@ def test_evidence_and_since_carry_no_running_seconds() -> None:
 
 def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
     names = [detector.__name__ for detector in PROGRESS_DETECTORS]
-    assert names[:4] == ["exit_record", "step_gone", "never_joined", "worker_silence"]
-    assert set(names[4:]) == {"no_progress", "phase_overdue", "wait_overdue", "idle"}
+    assert names[:5] == ["exit_record", "step_gone", "never_left", "never_joined", "worker_silence"]
+    assert set(names[5:]) == {"no_progress", "phase_overdue", "wait_overdue", "idle"}
 
 
 # ── a new manager ────────────────────────────────────────────────────────────────────────────────────────────────────

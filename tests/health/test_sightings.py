@@ -140,6 +140,25 @@ def test_where_progress_counts_the_gap_between_two_rises_is_what_is_usual() -> N
     assert watch.replicas[ONE.replica].usual == pytest.approx(3.0)
 
 
+def test_time_that_another_replica_took_does_not_count_as_usual() -> None:
+    watch = watch_with(ONE, phase="wait_data")
+    now = passes(watch, ONE, "train", [10.0] * 4, 2.0)
+    for _ in range(9):
+        watch.entered(ONE, "train", 0, None, now)
+        watch.heard(ONE, "train", 0, ReplicaId("trajectories/0"), now + 1)
+        now = passes(watch, ONE, "wait_work", [1.0], now + 500)
+    watch.entered(ONE, "train", 0, None, now)
+    assert watch.replicas[ONE.replica].usual == pytest.approx(10.0)
+
+
+def test_who_waits_anyway_goes_on_waiting_between_two_questions_to_the_store() -> None:
+    watch = watch_with(ONE, phase="wait_work")
+    for at in range(10, 100, 10):
+        watch.heard(ONE, "wait_work", 0, ReplicaId("trajectories/0") if at % 20 else None, float(at))
+    seen = watch.replicas[ONE.replica]
+    assert (seen.clock, seen.beats) == (2.0, 9)
+
+
 def test_an_unknown_answer_of_the_cluster_changes_nothing() -> None:
     watch = Watch()
     watch.cluster_node(N1, "down", "not responding", 5.0)

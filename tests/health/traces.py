@@ -8,7 +8,6 @@ from copy import deepcopy
 from rrl.health.guards import detect
 from rrl.health.sightings import ReplicaSighting, Watch
 from rrl.spec.jobview import Limits
-from rrl.spec.phases import phase
 from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, role_of
 
 LIMITS = Limits()
@@ -40,6 +39,7 @@ class Trace:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits, self.watch, self.now = limits, Watch(), 1000.0
+        self.watch.heed(limits)
         self.done: dict[Life, int] = {}
         self.silent: set[Life] = set()
         self.still: set[Life] = set()
@@ -76,7 +76,7 @@ class Trace:
             self.watch.agent_heard(seen.node, life, self.now)
         elif seen.status == "joined" and not seen.ended:
             assert seen.phase is not None
-            if phase(seen.phase).progresses and life not in self.still:
+            if self.limits.phase(seen.phase).progresses and life not in self.still:
                 self.done[life] = self.done.get(life, 0) + 7
             self.watch.heard(life, seen.phase, self.done.get(life, 0), self.waiting.get(life), self.now)
 

@@ -35,6 +35,7 @@ import msgspec
 from rrl.tests.lab import slurm_processes as processes
 from rrl.tests.lab.plain_user import call_as, plain_user, popen_as
 from rrl.tests.lab.slurm_processes import MARK, Process
+from rrl.transport.address import NETWORK_ENV
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 _PREFIX = "rrl-lab-"
@@ -254,7 +255,8 @@ class SlurmLab:
     # ── the plain user ──────────────────────────────────────────────────────────────────────────────────────────────
     def user_env(self) -> dict[str, str]:
         """The environment of the plain user's login shell, so to say."""
-        return self._env() | {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user}
+        account = {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user}
+        return self._env() | account | {NETWORK_ENV: "127.0.0.0/8"}  # every node is this machine
 
     def run_as_user(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,

@@ -21,7 +21,7 @@ def role(name: str, replicas: int = 1, min_replicas: int = 1, exclusive: bool = 
 
 def job(
     *, rollouts: int = 2, min_rollouts: int = 1, spares: int = 1, steps: int = 3, limits: Limits | None = None,
-    recovery: Recovery | None = None, faults: Sequence[Fault] = (),
+    recovery: Recovery | None = None, faults: Sequence[Fault] = (), walltime: float = 86400.0,
 ) -> JobView:  # fmt: skip
     roles = (
         role("trajectories"), role("reward"), role("trainer", exclusive=True),
@@ -29,5 +29,6 @@ def job(
     )  # fmt: skip
     return JobView(
         name="small", steps=steps, cluster="local", roles=roles, nodes=pool_nodes(roles, NODE) + spares,
-        spares=spares, node=NODE, limits=limits or Limits(), recovery=recovery or Recovery(), faults=tuple(faults),
+        spares=spares, node=NODE, walltime=walltime, limits=limits or Limits(), recovery=recovery or Recovery(),
+        faults=tuple(faults),
     )  # fmt: skip

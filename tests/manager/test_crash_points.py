@@ -19,8 +19,9 @@ from msgspec import Struct
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Outside, Release, Request, StopStep
+from rrl.manager.fold import fold
 from rrl.manager.journal import read_state, replay
-from rrl.manager.state import State, fold
+from rrl.manager.state import State
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Limits
 from rrl.spec.rundir import RunDir

@@ -145,6 +145,21 @@ def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: Outsid
     assert len(bench.cluster.asked) == 3
 
 
+@pytest.mark.parametrize("action", [RELEASE, STOP], ids=lambda action: type(action).__name__)
+def test_an_error_that_nobody_foresaw_leaves_no_end_undone(action: Outside, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(ValueError("unforeseen"), PermissionError("neither"))
+    assert bench.carry_out(action) == [ev.Done(action.tag, True)]
+    assert len(bench.cluster.asked) == 3
+    assert "ValueError: unforeseen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)
+def test_an_error_that_nobody_foresaw_is_no_reason_to_ask_twice_for_what_could_happen_twice(action: Outside) -> None:
+    bench = Bench(ValueError("unforeseen"))
+    assert bench.carry_out(action) == []
+    assert len(bench.cluster.asked) == 1
+
+
 def test_between_two_tries_there_is_a_pause() -> None:
     bench = Bench(Unanswered("timed out"), Unanswered("timed out"), None)
 

@@ -14,8 +14,9 @@ import pytest
 from rrl.manager import events as ev
 from rrl.manager import journal as journal_module
 from rrl.manager.actions import Launch, Why
+from rrl.manager.fold import fold
 from rrl.manager.journal import MAGIC, SCHEMA, Follower, Head, Journal, JournalError, _framed, read_state, replay
-from rrl.manager.state import State, fold
+from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, NodeName
 from rrl.tests.manager.jobs import RUN, TRAINER, job
@@ -120,7 +121,7 @@ def test_a_successor_goes_on_after_a_torn_frame(run: RunDir) -> None:
     segment.write_bytes(segment.read_bytes()[:-3])
     writer = Writer(run, epoch=2).steps(1, 2).flush()
     assert writer.state is not None
-    assert writer.state.last_rewards == (0.5, 0.5)
+    assert writer.state.rewards.last == {1: 0.5, 2: 0.5}
     assert read_state(run) == writer.state == folded(run)
 
 

@@ -15,7 +15,7 @@ from rrl.manager.ledger import Recovery, Summary, account, write_summary
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.launch import tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Version, role_of
+from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Verdict, Version, role_of
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
 from rrl.tests.manager.world import found, lost
 
@@ -171,6 +171,7 @@ def test_rollouts_before_the_first_commit_are_no_training() -> None:
     ups = [at for id in (R0, R1) for at in up(20.0, Life(id, 1), HOMES[id])]
     begun = [(10.0, launch(Life(id, 1), node)) for id, node in HOMES.items()]
     assert summary(begun, ups, (100.0, ev.ManagerStopped("x"))).ettr == 0.0
+    assert summary(begun, ups, committed(70.0, 1), (100.0, ev.ManagerStopped("x"))).ettr == round(30 * 2 / 3 / 100, 4)
 
 
 def test_a_fault_that_was_not_performed_is_no_fault_and_a_later_failure_is_not_its_doing() -> None:
@@ -206,6 +207,79 @@ def test_a_restart_that_had_to_be_tried_twice_is_told_with_the_life_that_came_ba
     ]  # fmt: skip
     (recovery,) = summary(started(), again).recoveries
     assert (recovery.incarnation, recovery.node_after, recovery.start_s) == (3, "n5", 3.0)
+
+
+def test_a_standstill_is_counted_from_its_first_trace_and_gives_back_the_time_that_it_was_credited() -> None:
+    trainer = Life(TRAINER, 1)
+    hung: list[At] = [
+        (90.0, found(trainer, "phase_overdue", 30.0)), (90.2, fence(trainer, Rung.IN_PLACE)),
+        (91.0, launch(Life(TRAINER, 2), N2)), *up(95.0, Life(TRAINER, 2), N2),
+    ]  # fmt: skip
+    got = summary(started(20.0), committed(25.0, 1), hung, finished(100.0, 110.0))
+    assert (got.recoveries[0].detect_s, got.recoveries[0].decide_s) == (60.0, 0.2)
+    assert got.ettr == round((10 + 65 * 2 / 3 + 5) / 110, 4)
+    assert got.ettr_strict == round((10 + 5) / 110, 4)
+
+
+def test_time_is_taken_back_over_pauses_too() -> None:
+    trainer = Life(TRAINER, 1)
+    waits = [(40.0, ev.PhaseEntered(trainer, "loading_weights")), (50.0, ev.PhaseEntered(trainer, "train"))]
+    failed: list[At] = [(60.0, found(trainer, "worker_silence", 30.0)), (60.0, fence(trainer, Rung.IN_PLACE))]
+    got = summary(started(20.0), waits, failed, (100.0, ev.ManagerStopped("x")))
+    assert (got.ettr, got.ettr_strict) == (0.1, 0.1)
+
+
+def test_what_was_found_and_proved_wrong_costs_nothing_and_is_no_trace_of_what_comes_later() -> None:
+    wrong = found(Life(R0, 1), "worker_silence", 30.0)
+    cleared = ev.FindingChanged(msgspec.structs.replace(wrong.finding, verdict=Verdict.OK, evidence=()))
+    dies: list[At] = [
+        (80.0, ended(Life(R0, 1))), (80.5, found(Life(R0, 1), "exit_record", 80.0)),
+        (80.6, fence(Life(R0, 1), Rung.IN_PLACE)),
+    ]  # fmt: skip
+    got = summary(started(20.0), (40.0, wrong), (45.0, cleared), dies, finished(100.0, 110.0))
+    assert got.recoveries[0].detect_s == 0.5
+    assert got.ettr_strict == round(60 / 110, 4)
+
+
+def test_a_phase_that_is_of_no_use_is_no_work() -> None:
+    trainer = Life(TRAINER, 1)
+    waits = [(30.0, ev.PhaseEntered(trainer, "loading_weights")), (80.0, ev.PhaseEntered(trainer, "train"))]
+    got = summary(started(20.0), committed(25.0, 1), waits, finished(100.0, 110.0))
+    assert got.ettr == round((10 + 50 * 2 / 3 + 20) / 110, 4)
+    assert got.ettr_strict == round(30 / 110, 4)
+
+
+def test_a_replica_that_is_given_up_before_it_came_back_is_one_recovery() -> None:
+    lost_node: list[At] = [
+        (60.0, lost(N3, 50.0)), (60.1, ev.Decided(Exclude(N3, WHY))), (60.1, fence(Life(R0, 1), Rung.REPLACEMENT)),
+        (900.0, fence(Life(R0, 1), Rung.DEGRADED)),
+    ]  # fmt: skip
+    (recovery,) = summary(started(), lost_node).recoveries
+    assert (recovery.rung, recovery.detect_s, recovery.start_s) == ("go on degraded", 10.0, None)
+    refused: list[At] = [
+        (40.0, ended(Life(R0, 1))), (40.6, fence(Life(R0, 1), Rung.IN_PLACE)), (40.7, launch(Life(R0, 2), N3)),
+        (40.8, ev.Done(tag_of(RUN, Life(R0, 2)), False, "no such node")), (40.9, fence(Life(R0, 2), Rung.DEGRADED)),
+    ]  # fmt: skip
+    assert [r.rung for r in summary(started(), refused).recoveries] == ["go on degraded"]
+
+
+def test_a_replica_that_fails_again_after_it_came_back_is_another_recovery() -> None:
+    again: list[At] = [(60.0, ended(Life(R0, 2))), (60.1, fence(Life(R0, 2), Rung.DEGRADED))]
+    assert [r.rung for r in summary(started(), KILLED, again).recoveries] == ["restart in place", "go on degraded"]
+
+
+def test_a_node_out_of_use_is_not_the_end_of_the_run() -> None:
+    got = summary(started(20.0), (40.0, ev.Decided(Exclude(N5, WHY))), finished(100.0, 110.0))
+    assert got.ettr == round(80 / 110, 4)
+
+
+def test_steps_that_were_committed_while_no_manager_lived_are_told_in_any_order() -> None:
+    told = [committed(40.0, 5), *(committed(40.0, step, step / 10) for step in (3, 2, 4, 5))]
+    got = summary(started(), committed(30.0, 1, 0.1), told)
+    assert (got.steps, got.reward_first10, got.reward_last10) == (5, 0.3, 0.3)
+    words = [committed(40.0, 30), *(committed(41.0, step, step / 100) for step in range(29, 0, -1))]
+    got = summary(started(), words)
+    assert (got.steps, got.reward_first10, got.reward_last10) == (30, 0.055, 0.245)
 
 
 def test_agents_and_the_end_of_the_run_are_no_recoveries() -> None:

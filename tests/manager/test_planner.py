@@ -11,9 +11,11 @@ import pytest
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
 from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
+from rrl.manager.fold import REFUSED_PAUSE, fold
 from rrl.manager.planner import Plan, plan
+from rrl.manager.planner.ending import WALLTIME_MARGIN
 from rrl.manager.planner.supply import REFUSALS
-from rrl.manager.state import RELEASE_PAUSE, Status, fold, workers
+from rrl.manager.state import Status, workers
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Limits, Recovery
 from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
@@ -24,6 +26,7 @@ POOL = f"{RUN}.pool"
 R0, R1 = ROLLOUTS
 ALL = (STORE, REWARD, TRAINER, R0, R1)
 ONCE = dict.fromkeys(ALL, 1)
+DAY = 86400.0
 N1, N2, N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(1, 7))
 
 
@@ -37,6 +40,10 @@ def launches(world: World) -> list[str]:
 
 def requests(world: World) -> list[str]:
     return [action.tag for action in world.decided(Request)]
+
+
+def stopped_at(world: World) -> list[float]:
+    return [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, StopStep)]
 
 
 def assert_nothing_is_left(world: World, outcome: Outcome) -> None:
@@ -87,12 +94,31 @@ def test_a_request_that_is_made_again_is_as_good_as_the_first() -> None:
     assert world.incarnations() == ONCE
 
 
-def test_a_pool_that_never_comes_is_given_back_at_its_deadline_and_the_run_ends_with_the_reason() -> None:
-    world = World(job(limits=Limits(allocation=500.0)), nodes=3).play()
-    (end,) = world.decided(Finish)
-    assert "no nodes after 500 s (Resources)" in end.why.evidence[0]
-    assert 500.0 <= world.now - 1000.0 <= 510.0
+def test_the_first_pool_is_waited_for_as_long_as_the_queue_takes() -> None:
+    world = World(job(limits=Limits(allocation=500.0)), nodes=3).wait(10 * DAY)
+    assert (requests(world), world.decided(Release), world.state.verdict) == ([POOL], [], None)
+    world.arrive(5)
+    world.steady()
+    assert world.incarnations() == ONCE
+
+
+def test_a_pool_that_is_taken_from_the_queue_is_asked_for_under_another_name_and_not_for_ever() -> None:
+    world = World(job(), nodes=3)
+    for asked in range(1, REFUSALS + 1):
+        world.play(at_most=5.0)
+        assert len(set(requests(world))) == asked
+        world.drop(requests(world)[-1], AllocationState.ENDED)
+    assert world.decided(Finish)[0].why.evidence == (f"{requests(world)[-1]}: CANCELLED by 1000",)
     assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_one_whose_pool_is_taken_from_the_queue_once_runs_in_the_next() -> None:
+    world = World(job(), nodes=3).play(at_most=5.0)
+    world.drop(POOL)
+    world.play(at_most=5.0)
+    world.arrive(5)
+    world.steady()
+    assert world.incarnations() == ONCE
 
 
 # ── one replica fails ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -131,15 +157,103 @@ def test_a_replica_that_fails_again_and_again_on_one_node_moves_to_the_spare() -
     assert world.decided(Exclude) == []
 
 
-def test_the_pause_before_a_restart_doubles() -> None:
-    world = World(job(recovery=Recovery(per_node=9, per_replica=9, backoff=1.0))).steady()
+def test_the_pause_before_a_restart_doubles_up_to_a_minute() -> None:
+    world = World(job(recovery=Recovery(per_node=99, per_replica=99, backoff=1.0))).steady()
     pauses = []
-    for _ in range(4):
+    for _ in range(10):
         world.kill(R0)
         killed = world.now
         world.play(lambda: world.state.replica(R0).status is Status.LAUNCHING)
         pauses.append(round(world.now - killed, 3))
-    assert pauses == [0.0, 1.0, 2.0, 4.0]
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
+def test_a_longer_pause_than_a_minute_is_kept_where_it_is_asked_for() -> None:
+    world = World(job(recovery=Recovery(per_node=99, per_replica=99, backoff=90.0))).steady()
+    for pause in (0.0, 90.0, 90.0):
+        world.kill(R0)
+        killed = world.now
+        world.play(lambda: world.state.replica(R0).status is Status.LAUNCHING)
+        assert round(world.now - killed, 3) == pause
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_minute_in_which_everything_dies_at_once_costs_restarts_and_nothing_else(spares: int) -> None:
+    world = World(job(spares=spares), nodes=20).steady()
+    began = world.now
+    while world.now < began + 60.0:
+        for replica in ALL:
+            world.kill(replica)
+        world.wait(1.5)
+    world.steady()
+    assert world.now < began + 180.0
+    assert requests(world) == [POOL]
+    assert Rung.DEGRADED not in rungs(world)
+    assert world.state.verdict is None
+
+
+def test_a_replica_that_fails_on_two_nodes_is_not_given_a_third() -> None:
+    world = World(job(recovery=Recovery(per_replica=99, breaker=1.0)), nodes=20).steady()
+    for _ in range(12):
+        world.kill(TRAINER)
+        world.steady()
+    assert requests(world) == [POOL]
+    assert world.node_of(TRAINER) == N5
+    assert [rung for rung in rungs(world) if rung is not Rung.IN_PLACE] == [Rung.SPARE]
+
+
+def test_a_replica_whose_launches_are_refused_on_two_nodes_is_given_a_third() -> None:
+    world = World(job(), nodes=20)
+    world.refuse_launch = {N3, N5}
+    world.steady()
+    assert world.node_of(R0) == N6
+    assert len(requests(world)) == 2
+
+
+def test_two_replicas_that_cannot_be_spared_end_the_run_once() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=1)))
+    world.refuse_launch = {N1, N2}
+    world.play()
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_trainer_that_always_fails_at_once_is_tried_for_minutes_and_then_ends_the_run() -> None:
+    world = World(job(), nodes=20).steady()
+    began = world.now
+    while not world.over and world.now < began + 3600.0:
+        world.kill(TRAINER)
+        world.play(lambda: world.works() or world.over, at_most=100.0)
+    assert 180.0 < world.now - began < 600.0
+    assert_nothing_is_left(world, Outcome.FAILED)
+    assert requests(world) == [POOL]
+
+
+def test_a_rollout_that_was_gone_on_without_comes_back_when_its_failures_have_left_the_window() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
+    for _ in range(4):
+        world.kill(R0)
+        world.play(at_most=60.0)
+    last = world.state.replica(R0).failures[-1].at
+    world.play(lambda: world.state.replica(R0).status is not Status.RETIRED)
+    assert world.now == last + world.state.job.recovery.window
+    world.steady()
+    assert world.incarnations() == ONCE | {R0: 5}
+    assert requests(world) == [POOL]
+
+
+def test_a_rollout_that_was_gone_on_without_takes_no_room_from_one_that_is_wanted() -> None:
+    world = World(job(spares=0, recovery=Recovery(per_node=9, per_replica=1))).steady()
+    for _ in range(2):
+        world.kill(R0)
+        world.play(at_most=30.0)
+    assert world.state.replica(R0).status is Status.RETIRED
+    world.wait(560.0)
+    world.lose_node(N4)
+    world.play(lambda: world.incarnations()[R1] == 2)
+    world.play(lambda: world.state.replica(R1).status is Status.JOINED)
+    assert world.node_of(R1) == N3
+    world.wait(5000.0)
+    assert (world.state.replica(R0).status, requests(world)) == (Status.RETIRED, [POOL])
 
 
 def test_a_rollout_that_spent_its_budget_is_gone_on_without() -> None:
@@ -216,6 +330,29 @@ def test_after_too_many_refused_launches_on_one_node_the_next_node_is_tried() ->
     assert world.node_of(R0) == N5
 
 
+def test_a_stop_that_was_refused_is_asked_for_again_after_a_pause() -> None:
+    world = World(job(recovery=Recovery(per_node=1))).steady()
+    world.refuse_stop = 2
+    world.freeze(R0)
+    world.wait(60.0)
+    assert world.state.lingering == {}
+    assert [round(later - earlier, 1) for earlier, later in pairwise(stopped_at(world))] == [
+        REFUSED_PAUSE + 0.2, REFUSED_PAUSE + 0.2,
+    ]  # fmt: skip
+
+
+def test_a_stop_that_was_refused_is_asked_for_again_while_the_run_ends_too() -> None:
+    world = World(job(limits=Limits(step_grace=20.0))).steady()
+    world.refuse_stop = 1
+    world.cancel()
+    world.play()
+    steps = [action.step for action in world.decided(StopStep)]
+    again = 5
+    assert (len(steps), len(set(steps)), steps.index(steps[again])) == (11, 10, 0)
+    assert round(stopped_at(world)[again] - stopped_at(world)[0], 1) == REFUSED_PAUSE + 0.2
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
 def test_a_late_word_of_a_fenced_step_does_not_bring_it_back() -> None:
     world = World(job()).steady()
     old = world.state.replica(R0)
@@ -227,7 +364,7 @@ def test_a_late_word_of_a_fenced_step_does_not_bring_it_back() -> None:
 
 
 def test_what_lingers_on_a_node_keeps_its_room_until_it_has_ended() -> None:
-    world = World(job(recovery=Recovery(per_node=1))).steady()
+    world = World(job(recovery=Recovery(per_node=1, breaker=1.0))).steady()
     world.kill(R1)  # n4 has failed it once: the next time it moves to n5
     world.steady()
     world.slow_to_stop = 30.0
@@ -543,13 +680,70 @@ def test_a_request_that_nobody_has_answered_is_not_given_back_before_it_is_settl
 
 
 def test_a_request_that_nobody_has_answered_by_its_deadline_is_not_given_back_before_it_is_settled_either() -> None:
-    world = World(job(limits=Limits(allocation=100.0)), nodes=3)
+    world = World(job(spares=0, limits=Limits(allocation=100.0))).steady()
     world.unanswered = True
+    world.lose_node(N2)
     world.play(at_most=300.0)
-    assert world.decided(Release) == []
+    assert (len(requests(world)), world.decided(Release)) == (2, [])
     world.land()
     world.play()
     assert_nothing_is_left(world, Outcome.FAILED)
+
+
+# ── walltime ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_run_ends_in_order_before_its_walltime_does_counted_from_when_its_pool_runs() -> None:
+    world = World(job(walltime=3600.0), nodes=3).wait(2 * DAY)
+    world.arrive(5)
+    world.steady()
+    ran = world.state.running_since
+    assert ran is not None
+    assert ran > 2 * DAY
+    world.commit(2)
+    world.play(lambda: world.state.verdict is not None)
+    assert world.now == ran + 3600.0 - (WALLTIME_MARGIN + world.state.job.limits.poll)
+    world.play()
+    assert world.now < ran + 3600.0
+    assert_nothing_is_left(world, Outcome.FAILED)
+    assert world.decided(Finish)[0].why.evidence == (
+        "the walltime of 3600 s ends; 2 of 3 steps are committed", "to go on from them in a new run is not yet built",
+    )  # fmt: skip
+
+
+def test_a_run_that_is_done_in_its_last_minute_is_done() -> None:
+    world = World(job(walltime=3600.0)).steady()
+    world.wait(world.state.ends - WALLTIME_MARGIN - world.state.job.limits.poll - world.now - 1.0)
+    world.record(ev.StepCommitted(world.state.replica(TRAINER).life, 3))
+    world.now += 10.0
+    world.play()
+    assert_nothing_is_left(world, Outcome.COMPLETED)
+
+
+def test_a_long_grace_is_left_for_the_end_and_of_a_short_walltime_half_is_had() -> None:
+    world = World(job(walltime=3600.0, limits=Limits(step_grace=100.0, poll=10.0))).play()
+    assert world.decided(Finish)[0].outcome is Outcome.FAILED
+    (decided,) = (s.at for s in world.events if isinstance(s.event, ev.Decided))
+    assert decided == world.state.ends - 410.0
+    world = World(job(walltime=60.0)).play()
+    (decided,) = (s.at for s in world.events if isinstance(s.event, ev.Decided))
+    assert decided == world.state.ends - 30.0
+
+
+def test_replacements_are_asked_for_the_rest_of_the_walltime_and_none_after_it() -> None:
+    world = World(job(spares=0, walltime=7200.0), nodes=3).wait(5000.0)
+    world.arrive(20)
+    world.steady()
+    world.wait(1000.0)
+    world.drop(POOL, AllocationState.ENDED)
+    (more,) = requests(world)[1:]
+    assert world.asks[more].walltime == world.state.ends - world.now
+    assert 6000.0 < world.asks[more].walltime < 6200.0
+    world.steady()
+    for _ in range(20):
+        for tag in list(world.state.allocations):
+            world.drop(tag, AllocationState.ENDED)
+        world.wait(400.0)
+    assert_nothing_is_left(world, Outcome.FAILED)
+    assert min(ask.walltime for ask in world.asks.values()) >= WALLTIME_MARGIN
 
 
 def test_a_request_that_certainly_was_not_done_leaves_nothing_to_give_back() -> None:
@@ -569,7 +763,7 @@ def test_a_refused_give_back_is_asked_for_again_after_a_pause() -> None:
     world.play()
     times = [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Release)]
     assert [round(later - earlier, 1) for earlier, later in pairwise(times)] == [
-        RELEASE_PAUSE + 0.1, RELEASE_PAUSE + 0.1,
+        REFUSED_PAUSE + 0.1, REFUSED_PAUSE + 0.1,
     ]  # fmt: skip
     assert_nothing_is_left(world, Outcome.CANCELLED)
 

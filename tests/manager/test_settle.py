@@ -7,9 +7,10 @@ import pytest
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Release, Request, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed
+from rrl.manager.fold import fold
 from rrl.manager.planner import plan
-from rrl.manager.settle import Misses, hungry, settle
-from rrl.manager.state import State, fold
+from rrl.manager.settle import EAGER, Misses, hungry, settle
+from rrl.manager.state import State
 from rrl.spec.launch import tag_of
 from rrl.spec.words import Life, NodeName
 from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
@@ -177,20 +178,21 @@ def test_other_allocations_are_none_of_our_business() -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "expects"),
+    ("events", "soon", "later"),
     [
-        ((), False),
-        ((REQUEST,), True),
-        ((REQUEST, ev.Done(POOL, True)), True),
-        ((REQUEST, ev.Done(POOL, True), ev.AllocationChanged(POOL, PENDING)), True),
-        (HELD, False),
-        ((*HELD, ev.Intended(Release(POOL, WHY))), True),
+        ((), False, False),
+        ((REQUEST,), True, True),
+        ((REQUEST, ev.Done(POOL, True)), True, False),
+        ((REQUEST, ev.Done(POOL, True), ev.AllocationChanged(POOL, PENDING)), True, False),
+        (HELD, False, False),
+        ((*HELD, ev.Intended(Release(POOL, WHY))), True, True),
     ],
     ids=["nothing", "asked", "answered", "pending", "held", "given back"],
 )
 def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
-    events: tuple[ev.Event, ...], expects: bool
+    events: tuple[ev.Event, ...], soon: bool, later: bool
 ) -> None:
+    """But not at a queue for longer than a minute."""
     state = Looks(*events).state
     assert state is not None
-    assert hungry(state) is expects
+    assert (hungry(state, EAGER - 1.0), hungry(state, EAGER)) == (soon, later)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
-from rrl.manager.state import CURVE_POINTS, RELEASE_PAUSE, Lingering, State, Status, fold, workers
+from rrl.manager.fold import REFUSED_PAUSE, fold
+from rrl.manager.state import Lingering, State, Status, workers
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Recovery
 from rrl.spec.launch import tag_of
@@ -92,6 +93,47 @@ def test_a_life_is_launching_then_starting_then_joined_and_its_launch_is_settled
     assert (held.listens, held.serves, held.pid, held.node) == ("tcp://l", "tcp://s", 6, N1)
 
 
+def test_a_worker_or_an_agent_that_has_joined_settles_its_launch_though_its_first_process_was_not_heard() -> None:
+    agent = Life(ReplicaId("agent/n1"), 1)
+    state = told(*pool(N1), launch(), launch(agent))
+    assert len(state.intents) == 2
+    state = told(ev.Joined(R1, N1, "host", 6), ev.AgentJoined(agent, N1, "host", 5), state=state)
+    assert state.intents == {}
+    state = told(ev.Done(tag_of(RUN, R1), False, "its step never appeared"), state=state)
+    assert (state.replicas[R1.replica].status, state.replicas[R1.replica].failures) == (Status.JOINED, ())
+
+
+def test_who_has_spoken_is_not_put_back_by_a_look_that_missed_its_step() -> None:
+    intents = told(*pool(N1), launch()).intents
+    state = msgspec.structs.replace(told(*RUNNING), intents=intents)  # as an older manager may have left it
+    for unheard in (True, False):
+        missed = told(ev.Done(tag_of(RUN, R1), False, "its step never appeared", unheard), state=state)
+        assert (missed.replicas, missed.intents) == (state.replicas, {})
+
+
+def test_the_walltime_counts_from_when_the_first_pool_runs_and_not_from_a_later_one() -> None:
+    state = told(*pool(state=AllocationState.PENDING))
+    assert (state.running_since, state.ends) == (None, float("inf"))
+    state = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))), state=state, at=50.0)
+    assert (state.running_since, state.ends) == (50.0, 50.0 + JOB.walltime)
+    state = told(ev.AllocationChanged(POOL, None), *pool(N2), state=state, at=90.0)
+    assert state.running_since == 50.0
+
+
+def test_what_lands_after_it_was_given_up_starts_no_walltime() -> None:
+    state = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))))
+    assert (list(state.allocations), state.running_since) == ([POOL], None)
+
+
+@pytest.mark.parametrize("seen", [None, AllocationSeen(AllocationState.ENDED, "7", (), "CANCELLED")])
+def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(seen: AllocationSeen | None) -> None:
+    gone = told(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, seen))
+    assert [(r.tag, r.unheard) for r in gone.refusals] == [(POOL, True)]
+    assert told(*pool(N1), ev.AllocationChanged(POOL, seen)).refusals == ()
+    given_back = (*pool(state=AllocationState.PENDING), ev.Intended(Release(POOL, WHY)))
+    assert told(*given_back, ev.AllocationChanged(POOL, seen)).refusals == ()
+
+
 def test_a_new_life_inherits_nothing_that_the_old_one_said() -> None:
     state = told(*RUNNING, fence(), launch(Life(R1.replica, 2), N2))
     held = state.replicas[R1.replica]
@@ -139,8 +181,9 @@ def test_a_step_that_was_asked_to_end_lingers_until_it_is_seen_to_end_or_certain
     assert state.lingering[tag_of(RUN, R1)].asked
     done = told(ev.Done(f"{tag_of(RUN, R1)}!stop", True), state=state)
     assert (done.lingering, done.intents) == ({}, {})
-    refused = told(ev.Done(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state)
-    assert (list(refused.lingering), refused.intents) == ([tag_of(RUN, R1)], {})
+    refused = told(ev.Done(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state, at=50.0)
+    held = refused.lingering[tag_of(RUN, R1)]
+    assert (held.asked, held.not_before, refused.intents) == (False, 50.0 + REFUSED_PAUSE, {})
 
 
 def test_a_replica_that_is_stopped_while_it_is_believed_is_retired() -> None:
@@ -259,7 +302,7 @@ def test_a_give_back_that_was_refused_is_open_again_after_a_pause() -> None:
     assert state.allocations[POOL].releasing
     state = told(ev.Done(f"{POOL}!release", False, "denied"), state=state, at=30.0)
     assert not state.allocations[POOL].releasing
-    assert state.allocations[POOL].not_before == 30.0 + RELEASE_PAUSE
+    assert state.allocations[POOL].not_before == 30.0 + REFUSED_PAUSE
 
 
 def test_a_result_that_comes_after_its_allocation_has_gone_harms_nothing() -> None:
@@ -272,17 +315,15 @@ def test_steps_are_committed_in_order_and_a_repeated_word_of_one_counts_once() -
     committed = [ev.StepCommitted(R1, step, {"reward": step / 100}) for step in (1, 2, 2, 1, 3)]
     state = told(*RUNNING, *committed)
     assert (state.step, state.metrics) == (3, {"reward": 0.03})
-    assert state.first_rewards == state.last_rewards == (0.01, 0.02, 0.03)
+    assert state.rewards.first == state.rewards.last == {1: 0.01, 2: 0.02, 3: 0.03}
 
 
-def test_the_first_and_the_newest_ten_rewards_are_kept_and_a_curve_of_all_of_them() -> None:
-    state = told(*RUNNING, *(ev.StepCommitted(R1, step, {"reward": float(step)}) for step in range(1, 131)))
-    assert state.first_rewards == tuple(map(float, range(1, 11)))
-    assert state.last_rewards == tuple(map(float, range(121, 131)))
-    curve = state.curve
-    assert len(curve.points) < CURVE_POINTS
-    assert [*curve.points[:2], curve.points[-1]] == [2.5, 6.5, 126.5], "each point is the mean of four steps"
-    assert curve.newest == (129.0, 130.0)
+def test_a_newest_step_that_is_told_before_those_that_led_to_it_hides_none_of_them() -> None:
+    words = [ev.StepCommitted(R1, 5), *(ev.StepCommitted(R1, step, {"reward": step / 10}) for step in (2, 3, 4, 5))]
+    state = told(*RUNNING, ev.StepCommitted(R1, 1, {"reward": 0.1}), *words)
+    assert (state.step, state.metrics) == (5, {"reward": 0.5})
+    assert state.rewards.last == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
+    assert told(*words[1:], state=state).rewards == state.rewards
 
 
 def test_a_planned_fault_is_set_off_once_it_is_intended_and_settled_by_the_agents_word() -> None:

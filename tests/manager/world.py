@@ -14,8 +14,9 @@ from typing import TypeVar
 from rrl.manager import events as ev
 from rrl.manager.actions import Action, Fence, Launch, Outside, Perform, Release, Request, Rung, StopStep
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
+from rrl.manager.fold import fold
 from rrl.manager.planner import plan
-from rrl.manager.state import State, Status, fold, workers
+from rrl.manager.state import State, Status, workers
 from rrl.spec.jobview import JobView
 from rrl.spec.words import (
     AGENT,
@@ -53,6 +54,8 @@ class World:
         """nodes on which the cluster refuses every launch"""
         self.refuse_release = 0
         """so many give-backs are refused"""
+        self.refuse_stop = 0
+        """so many ends of steps are refused"""
         self.unanswered = False
         """a request is neither done nor refused until ``land``"""
         self.slow_to_stop = 0.2
@@ -146,14 +149,24 @@ class World:
     def drop(self, tag: str, state: AllocationState | None = None) -> None:
         """The cluster ends an allocation of its own accord."""
         nodes = self._give_back(tag)
-        seen = None if state is None else AllocationSeen(state, "7", nodes)
+        seen = None if state is None else AllocationSeen(state, "7", nodes, "CANCELLED by 1000")
         self.happen(ev.AllocationChanged(tag, seen))
 
     def land(self) -> None:
         """The requests that nobody answered turn out to have been heard."""
+        self.refuse_stop = 0
+        """so many ends of steps are refused"""
         self.unanswered = False
         for tag, ask in self.asks.items():
             if tag in self.state.intents:
+                self._grant(ask)
+
+    def arrive(self, count: int) -> None:
+        """So many nodes become free, and whoever waits in the queue gets them."""
+        begin = 1000 + len(self._free)
+        self._free += [NodeName(f"n{i}") for i in range(begin, begin + count)]
+        for tag, ask in self.asks.items():
+            if tag in self.state.allocations and not self.held.get(tag):
                 self._grant(ask)
 
     def decided(self, kind: type[A]) -> list[A]:
@@ -226,7 +239,7 @@ class World:
         self.held[ask.tag] = nodes
         state = AllocationState.RUNNING if nodes else AllocationState.PENDING
         seen = AllocationSeen(state, "7", nodes, "" if nodes else "Resources")
-        self._later(0.1, lambda: self.record(ev.Done(ask.tag, True)))
+        self._later(0.1, lambda: self.record(ev.Done(ask.tag, True)))  # of one that is known already: changes nothing
         self._later(1.0, lambda: self.record(ev.AllocationChanged(ask.tag, seen)))
 
     def _release(self, action: Release) -> None:
@@ -269,6 +282,10 @@ class World:
         self.record(ev.PhaseEntered(life, _FIRST_PHASE.get(role_of(life.replica), "serve")))
 
     def _stop(self, action: StopStep) -> None:
+        if self.refuse_stop:
+            self.refuse_stop -= 1
+            self.record(ev.Done(action.tag, False, "denied"))
+            return
         lingering = self.state.lingering.get(action.step)
         if lingering is not None and lingering.node in self.dead:
             return  # nobody answers from there

@@ -128,7 +128,10 @@ def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
     tokenizer = Tokenizer({"pieces": "0123456789x"})
     scorer = Scorer(load_task({"function": "my_rrl_task:Doubles"}, 5, folder=users_folder), tokenizer)
     texts = {1: "8", 2: "x", 3: "5", 4: "6", 5: "x"}
-    scores, failed = scorer.score([ToScore(n, 4, (*tokenizer.encode(text), EOS)) for n, text in texts.items()])
+    judged: list[bool] = []
+    items = [ToScore(n, 4, (*tokenizer.encode(text), EOS)) for n, text in texts.items()]
+    scores, failed = scorer.score(items, lambda: judged.append(True))
+    assert len(judged) == len(items)
     assert scores == [Score(1, 1 / 3, 1.0), Score(4, 1.0, 0.0)]
     assert failed == {
         2: "the scorer raised ValueError",

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence
 from rrl.manager.state import Status
@@ -112,11 +114,12 @@ def test_a_killed_store_comes_back_from_its_log_and_nothing_is_lost_or_doubled(t
     _end_well(run)
 
 
-def test_the_manager_is_killed_and_the_next_one_adopts_what_lives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGUSR2], ids=["killed", "warned of its walltime"])
+def test_the_manager_is_gone_and_the_next_one_adopts_what_lives(tmp_path: Path, end: signal.Signals) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
     before = lives(run.wait_steps(3))
     holder = json.loads((run.run.epochs / "000001").read_text())
-    os.kill(holder["pid"], signal.SIGKILL)
+    os.kill(holder["pid"], end)
     step = run.state().step
     with run.call("manage", run.run.id):
         run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
@@ -129,11 +132,12 @@ def test_the_manager_is_killed_and_the_next_one_adopts_what_lives(tmp_path: Path
 def test_a_cancelled_run_leaves_nothing(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 10_000))
     run.wait_steps(2)
+    (run.run.mailbox / "0.json").write_text("no command")  # it must not be in anybody's way
     with run.call("cancel", run.run.id) as process:
         assert process.wait(60) == 0
     assert run.wait_end().outcome == "cancelled"
     run.wait_gone()
-    assert not list(run.run.mailbox.iterdir())
+    assert [path.name for path in run.run.mailbox.iterdir()] == ["0.bad"]
 
 
 def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ import os
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.spec.job import Job
+from rrl.spec.jobview import Limits
 from rrl.spec.load import SpecError, load_job, resolved
+from rrl.spec.phases import PHASES
 from rrl.tests.lab.plain_user import call_as
 from rrl.tests.spec.jobs import JOB
 
@@ -34,6 +37,18 @@ def test_a_valid_job_is_loaded_with_its_values(tmp_path: Path) -> None:
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + JOB.replace("\n", "\r\n").encode())
     assert load_job(tmp_path / "job.toml").run.name == "small"
+
+
+def test_the_manager_s_view_has_the_phases_as_the_job_moves_them(tmp_path: Path) -> None:
+    own = '[phases.train]\nlongest = "8h"\n[phases."my eval"]\nlongest = "2h"\nprogresses = false\n'
+    (tmp_path / "job.toml").write_text(JOB + own)
+    limits = load_job(tmp_path / "job.toml").view("python").limits
+    train, mine = limits.phase("train"), limits.phase("my eval")
+    assert (train.shortest, train.longest, train.computes) == (PHASES["train"].shortest, 28800.0, True)
+    assert (mine.longest, mine.progresses, mine.waits_for) == (7200.0, False, None)
+    assert limits.phase("score") == PHASES["score"]
+    assert [limits.knows(name) for name in ("score", "my eval", "of nobody")] == [True, True, False]
+    assert msgspec.json.decode(msgspec.json.encode(limits), type=Limits) == limits, "the journal carries it"
 
 
 def test_the_resolved_spec_names_every_field_and_is_json(tmp_path: Path) -> None:
@@ -134,6 +149,32 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:12: slurm: the value of account must be printable and on one line"),
     ("[task]", "[slurm]\naccount = [1]\n[task]",
      "job.toml:13: slurm.account: must be text in quotes or a whole number or true or false, not a list"),
+    ("[task]", '[phases.trian]\nlongest = "8h"\n[task]', "job.toml:12: phases.trian: is no phase of rrl's;"
+     ' did you mean "train"? a phase of your own needs progresses and longest'),
+    ("[task]", '[phases.evaluate]\nlongest = "8h"\n[task]', "job.toml:12: phases.evaluate: is no phase of rrl's;"
+     " a phase of your own needs progresses and longest"),
+    ("[task]", '[phases.train]\nlongst = "8h"\n[task]', "job.toml:13: phases.train.longst: unknown key;"
+     ' did you mean "longest"?'),
+    ("[task]", '[phases.train]\nlongest = 8\n[task]', "job.toml:13: phases.train.longest: a duration needs a unit;"
+     ' write for example "8s"'),
+    ("[task]", '[phases.train]\nshortest = "0s"\n[task]', "job.toml:13: phases.train.shortest: must be more than 0,"
+     ' not "0s"'),
+    ("[task]", '[phases]\ntrain = 3\n[task]', "job.toml:13: phases.train: must be a table, not 3"),
+    ("[task]", "[phases.train]\n[task]", "job.toml:12: phases.train: says nothing; set shortest, longest or both"),
+    ("[task]", '[phases.train]\nlongest = "5min"\n[task]', 'job.toml:13: phases.train.longest: shortest = "10min" is'
+     ' more than longest = "5min"; set both'),
+    ("[task]", '[phases.serve]\nlongest = "5min"\n[task]', "job.toml:13: phases.serve.longest: this phase may last for"
+     " ever; remove it"),
+    ("[task]", '[phases.train]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:14: phases.train.progresses: is"
+     " fixed for a phase of rrl's; remove it, or name a phase of your own"),
+    ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = false\nwaits_for = "judge"\n[task]',
+     'job.toml:15: phases.ask.waits_for: no role "judge"; there are trajectories, reward, trainer, rollout'),
+    ("[task]", '[phases.ask]\nlongest = "9h"\nprogresses = true\nwaits_for = "reward"\n[task]',
+     "job.toml:14: phases.ask.progresses: must be false where waits_for is set: who waits makes no progress"),
+    ("[task]", '[phases."a\\nb"]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:12: phases: 'a\\nb' is no name"
+     " of a phase; use up to 60 printable characters"),
+    ("steps = 10", 'shortest = "8h"', "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps after"
+     " which the run is complete)\njob.toml:3: run.shortest: unknown key; it belongs in [phases.NAME]"),
     # not TOML
     ("steps = 10", "steps = ten", 'job.toml:3:9: not valid TOML: this is no value; text needs quotes ("..."), booleans'
      " are true and false"),

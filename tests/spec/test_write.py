@@ -19,7 +19,8 @@ def job(**changes: Any) -> Job:
 
 
 def test_the_written_spec_is_a_valid_job_toml_of_the_same_job() -> None:
-    before = job(slurm={"account": "a", "exclusive": True, "nice": 3})
+    phases = {"train": {"longest": "8h"}, "my eval": {"longest": "90s", "progresses": False}}
+    before = job(slurm={"account": "a", "exclusive": True, "nice": 3}, phases=phases)
     after = Job.model_validate(tomllib.loads(as_toml(before)))
     assert resolved(after) == resolved(before)
     assert after.roles.rollout.min_replicas == 1

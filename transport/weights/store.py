@@ -6,6 +6,7 @@ reading it (a send in progress, an engine that loads it) keeps its buffer alive 
 
 from __future__ import annotations
 
+import mmap
 import threading
 
 from msgspec import Struct
@@ -28,10 +29,16 @@ class Superseded(Exception):
     """The version that was being received has been given up for another one."""
 
 
+def fresh_memory(nbytes: int) -> memoryview:
+    """Pages that the kernel zeroes when they are touched. A bytearray would be zeroed here and now while no other
+    thread runs: 0.4 to 2.7 s a GiB (measured), in which no beat goes out."""
+    return memoryview(mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
+
+
 class _Arriving:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.flat = memoryview(bytearray(manifest.nbytes))
+        self.flat = fresh_memory(manifest.nbytes)
         self.missing = set(range(len(manifest.chunks)))
 
 

@@ -17,10 +17,12 @@ from rrl.roles.trajectories.types import (
     Append,
     Batch,
     CommittedState,
+    Denied,
     Done,
     GetBatch,
     Item,
     Leased,
+    LeaseScoring,
     LeaseWork,
     NotYet,
     Score,
@@ -255,11 +257,15 @@ class Script:
                 await asyncio.sleep(0.005)
 
 
-def _serve(tmp_path: Path, play: Callable[[Store, Server, Script], Awaitable[None]]) -> None:
+def _serve(
+    tmp_path: Path,
+    play: Callable[[Store, Server, Script], Awaitable[None]],
+    done: Callable[[int], None] = lambda _: None,
+) -> None:
     async def run() -> None:
         store = open_store(tmp_path)
         script = Script(store)
-        server = Server(store, cast(Listener, script))
+        server = Server(store, cast(Listener, script), done)
         running = asyncio.create_task(server.run())
         await play(store, server, script)
         server.stop()
@@ -314,3 +320,25 @@ def test_a_request_waits_for_as_long_as_it_says_and_is_served_as_soon_as_it_can_
         assert len(leased.items) == 8
 
     _serve(tmp_path, play)
+
+
+def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Path) -> None:
+    served: list[int] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, LeaseWork(ROLLOUT, 1000))
+        await script.until(lambda: 0 in script.told)
+        assert sum(served) == 1
+        vain = GetBatch(TRAINER, 1, 0.0), LeaseWork(OTHER, 8, 0.0), LeaseScoring(REWARD, 8, 0.0)
+        for ask, request in enumerate(vain, 1):
+            script.say(ask, request)
+        script.say(4, LeaseWork(life("rollout/0", 0), 8))
+        await script.until(lambda: len(script.told) == 5)
+        assert isinstance(script.told[4], Denied)
+        script.say(5, Append(ROLLOUT, (segment(0),), (0,)))
+        script.say(6, LeaseScoring(REWARD, 8))
+        await script.until(lambda: len(script.told) == 7)
+        await script.until(lambda: sum(served) >= 3)
+
+    _serve(tmp_path, play, served.append)
+    assert sum(served) == 3

@@ -1,0 +1,44 @@
+"""Commands that wait in the mailbox."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rrl.manager.mailbox import Letter, letters, taken
+from rrl.spec.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_commands_are_taken_in_order_and_once(run: RunDir) -> None:
+    for name in ("2-b", "1-a"):
+        (run.mailbox / f"{name}.json").write_text('{"command": "cancel", "by": "me"}')
+    first, second = letters(run)
+    assert (first, second.id) == (Letter("cancel", "me", "1-a"), "2-b")
+    taken(run, first)
+    assert [letter.id for letter in letters(run)] == ["2-b"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"by": "me"}', '{"command": 7}', "\udcff"])
+def test_what_is_no_command_is_put_aside_and_keeps_nobody_waiting(
+    run: RunDir, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.mailbox / "1.json").write_text(text, errors="surrogateescape")
+    (run.mailbox / "2.json").write_text('{"command": "cancel"}')
+    assert [letter.id for letter in letters(run)] == ["2"]
+    assert "the mailbox holds no command in 1.json" in capsys.readouterr().err
+    assert [letter.id for letter in letters(run)] == ["2"]
+    assert not capsys.readouterr().err, "it was read again"
+
+
+def test_a_letter_that_is_being_written_is_not_read(run: RunDir) -> None:
+    (run.mailbox / ".1.json.1234").write_text("{")
+    (run.mailbox / ".1.json").write_text("{")
+    assert letters(run) == []

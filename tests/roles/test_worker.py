@@ -1,0 +1,484 @@
+"""Workers against a manager that only listens, and a real store; each worker in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import rrl
+from rrl.roles import reward, worker
+from rrl.roles.link import FENCED_EXIT
+from rrl.roles.trajectories.server import Server
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import Request, Scoring
+from rrl.roles.worker import Worker
+from rrl.spec.launch import LAUNCH_ENV, Launch
+from rrl.spec.rundir import write_atomically
+from rrl.spec.words import Life, Version
+from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
+from rrl.tests.lab.first import Manager as FirstManager
+from rrl.tests.roles.trajectories import crew
+from rrl.transport.control import Address, Listener
+from rrl.transport.messages import (
+    Beat,
+    Entered,
+    Fenced,
+    FirstWork,
+    Goodbye,
+    Hello,
+    Holds,
+    Peer,
+    Peers,
+    Stop,
+    Up,
+    Welcome,
+)
+from rrl.transport.weights.store import fresh_memory
+
+BEAT = 0.02
+STORE = crew.life("trajectories/0")
+JOB: dict[str, Any] = {
+    "run": {"steps": 1, "seed": 0},
+    "task": {"function": "task_of_test_worker:make"},
+    "model": {"tokenizer": {"pieces": "0123456789"}},
+    "roles": {
+        "trainer": {"replicas": 1},
+        "rollout": {"replicas": 2},
+        "trajectories": {"replicas": 1},
+        "reward": {"replicas": 1, "lease": 256},
+    },
+    "transport": {"weights": "tcp", "chunk": 2**20, "chunk_deadline": 30.0},
+}
+
+
+class Manager(FirstManager):
+    """Welcomes every worker, once it is ``welcoming``, and tells it where the store is."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener)
+        self.welcoming = asyncio.Event()
+        self.welcoming.set()
+        self.believed = Peers(listener.epoch, 1, {})
+
+    async def serve(self) -> None:
+        while True:
+            incoming = await self.listener.receive()
+            self.heard.append(incoming.message)
+            self.peers[incoming.message.life] = incoming.peer
+            if isinstance(incoming.message, Hello):
+                await self.welcoming.wait()
+                await self.listener.send(incoming.peer, Welcome(incoming.message.life, self.believed))
+
+    def store_is(self, endpoint: str) -> None:
+        peers = {STORE.replica: Peer(STORE, endpoint, joined=True)}
+        self.believed = Peers(self.listener.epoch, self.believed.seq + 1, peers)
+
+    async def stop(self, life: Life) -> None:
+        await self.tell(life, Stop(life, 5.0, "the test is over"))
+
+
+class Role:
+    """``play`` in a thread of its own. Whatever it raises, ``end`` raises."""
+
+    def __init__(self, play: Callable[[], object]) -> None:
+        self._ended: Future[None] = Future()
+        threading.Thread(target=self._main, args=(play,), daemon=True).start()
+
+    def _main(self, play: Callable[[], object]) -> None:
+        try:
+            play()
+        except BaseException as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.done()
+
+    async def end(self) -> None:
+        await asyncio.wait_for(asyncio.wrap_future(self._ended), PATIENCE)
+
+
+class Scene:
+    """A run directory, and what plays in it."""
+
+    def __init__(self, at: Lab) -> None:
+        self.at = at
+        write_atomically(at.run.resolved, msgspec.json.encode({"job": JOB}))
+
+    def launch(self, life: Life) -> Launch:
+        return self.at.launch(replica=life.replica, incarnation=life.incarnation)
+
+    def worker(self, life: Life) -> Worker:
+        return Worker(self.launch(life), self.at.run, self.at.keys)
+
+    def start(self, me: Worker, play: Callable[[], object] = lambda: None) -> Role:
+        def main() -> None:
+            with me:
+                play()
+
+        return Role(main)
+
+    @asynccontextmanager
+    async def manager(self, epoch: int = 1) -> AsyncIterator[Manager]:
+        listener = await Listener.open(self.at.keys, Up, epoch=epoch)
+        manager = Manager(listener)
+        write_atomically(self.at.run.manager, msgspec.json.encode(listener.address))
+        serving = asyncio.create_task(manager.serve())
+        try:
+            yield manager
+        finally:
+            serving.cancel()
+            await listener.close()
+
+    @asynccontextmanager
+    async def serve(self, store: Store) -> AsyncIterator[str]:
+        """The store's endpoint."""
+        listener = await Listener.open(self.at.keys, Request, epoch=STORE.incarnation)
+        server = Server(store, listener)
+        running = asyncio.create_task(server.run())
+        try:
+            yield listener.endpoint
+        finally:
+            server.stop()
+            await running
+            await listener.close()
+
+    def open_store(self) -> Store:
+        return crew.open_store(self.at.run.store)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("RRL_BEAT", str(BEAT))
+    with lab(tmp_path) as at:
+        yield Scene(at)
+
+
+def play(story: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await story()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def not_started(me: Worker) -> Iterator[Worker]:
+    try:
+        yield me
+    finally:
+        me._link._loop.close()
+
+
+# ── joining and leaving ────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_worker_begins_once_it_is_welcomed(scene: Scene) -> None:
+    async def story() -> None:
+        begun = threading.Event()
+        async with scene.manager() as manager:
+            manager.welcoming.clear()
+            role = scene.start(me := scene.worker(crew.REWARD), begun.set)
+            hello = await manager.hears(Hello)
+            assert (hello.life, hello.tag, hello.phase) == (crew.REWARD, me.launch.tag, "starting")
+            assert not begun.is_set()
+            manager.welcoming.set()
+            await eventually(begun.is_set)
+            await manager.hears(Goodbye)
+            await manager.stop(crew.REWARD)
+            await role.end()
+
+    play(story)
+
+
+def test_a_fenced_worker_ends_at_once_whatever_it_is_doing(scene: Scene) -> None:
+    async def story() -> None:
+        launch = scene.launch(crew.REWARD)
+        code = "import time, rrl\nwith rrl.join() as me:\n    me.progress()\n    time.sleep(1000)"
+        env = {"PATH": "/usr/bin:/bin", LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag))}
+        async with scene.manager() as manager:
+            argv = [sys.executable, "-P", "-c", code]
+            child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
+            await manager.hears(FirstWork)
+            await manager.tell(crew.REWARD, Fenced(crew.REWARD, "succeeded"))
+            _, said = await asyncio.wait_for(child.communicate(), PATIENCE)
+            assert child.returncode == FENCED_EXIT == 81
+            assert b"is fenced: succeeded" in said
+
+    play(story)
+
+
+def test_a_worker_whose_work_is_done_says_goodbye_and_beats_on_until_it_is_told_to_leave(scene: Scene) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager:
+            role = scene.start(scene.worker(crew.REWARD))
+            await manager.hears(Goodbye)
+            for _ in range(3):  # one may have been on its way
+                manager.heard.clear()
+                await manager.hears(Beat, lambda beat: beat.phase == "stopping")
+            assert not role.ended
+            await manager.stop(crew.REWARD)
+            await role.end()
+
+    play(story)
+
+
+def test_a_role_asked_to_leave_does_not_wait_for_a_store_that_has_left_before(scene: Scene) -> None:
+    async def story() -> None:
+        worked = threading.Event()
+        me = scene.worker(crew.REWARD)
+
+        def score() -> None:
+            for _ in me.scoring():
+                pass
+            worked.set()
+
+        async with scene.manager() as manager:
+            role = scene.start(me, score)
+            await manager.hears(Beat, lambda beat: beat.waits_for == STORE.replica)
+            await manager.stop(crew.REWARD)
+            await role.end()  # the Stopping that its question raised is the end of the with block
+        assert not worked.is_set()
+
+    play(story)
+
+
+# ── the manager goes and comes ─────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("content", [b"", b'{"epoch":1', b"\0" * 40, b"[]", b'{"epoch":1,"endpoint":"\xff"}'])
+def test_an_address_that_cannot_be_read_is_no_address_yet(scene: Scene, content: bytes) -> None:
+    with not_started(scene.worker(crew.REWARD)) as me:
+        scene.at.run.manager.write_bytes(content)
+        assert me._link._find_manager() is None
+        address = Address(1, "tcp://127.0.0.1:1")
+        scene.at.run.manager.write_bytes(msgspec.json.encode(address))
+        assert me._link._find_manager() == address
+
+
+def test_the_next_manager_hears_how_things_are_and_not_how_they_became_so(scene: Scene) -> None:
+    async def story() -> None:
+        me = scene.worker(crew.TRAINER)
+        over = threading.Event()
+
+        async def outlast(seconds: float) -> None:
+            """Timers of one loop: its beats come meanwhile, and its phases are told."""
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(seconds), me._link._loop))
+
+        async with scene.manager() as first:
+            role = scene.start(me, over.wait)
+            await first.hears(Beat)
+        await eventually(lambda: not me._link._dialer.connected)
+        with me.phase("train"):
+            await outlast(0.3)
+        me.progress(1)
+        me.publish(1, [])
+        await outlast(3 * BEAT)
+        me.progress(1)
+        me.publish(2, [])
+        await outlast(3 * BEAT)
+        async with scene.manager(epoch=2) as second:
+            await second.hears(Beat)
+            hello = second.heard[0]
+            assert isinstance(hello, Hello)
+            assert (hello.phase, hello.holds) == ("between", Version(2, 1))
+            assert {beat.done for beat in second.heard if isinstance(beat, Beat)} == {2}
+            assert not [message for message in second.heard if isinstance(message, Entered | Holds)]
+            assert FirstWork(crew.TRAINER) in second.heard, "what no Hello says is kept"
+            over.set()
+            await second.hears(Goodbye)
+            await second.stop(crew.TRAINER)
+            await role.end()
+
+    play(story)
+
+
+def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(scene: Scene) -> None:
+    """It may be the last one: then nobody would ever commit again."""
+
+    async def story() -> None:
+        store = scene.open_store()
+        crew.train(store, 1)
+        heir = crew.life("trainer/0", 2)
+        store.peers([*crew.ALL[:-1], heir])
+        me = scene.worker(heir)
+        async with scene.serve(store) as endpoint, scene.manager() as manager:
+            manager.store_is(endpoint)
+            role = scene.start(me, lambda: list(me.batches(after=me.committed)))
+            await manager.hears(Goodbye)
+            assert [m.committed for m in manager.heard if isinstance(m, Hello)] == [None, 1]
+            await manager.stop(heir)
+            await role.end()
+        store.close()
+
+    play(story)
+
+
+# ── the store goes and comes ───────────────────────────────────────────────────────────────────────────────────────
+def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene) -> None:
+    async def story() -> None:
+        store = scene.open_store()
+        crew.generate(store)
+        me = scene.worker(crew.REWARD)
+        async with scene.manager() as manager:
+            role = scene.start(me, lambda: next(me.scoring()))
+            await manager.hears(Beat, lambda beat: beat.waits_for == STORE.replica)
+            loop, now = me._link._loop, me._link._loop.time
+            me._link.soon(setattr, loop, "time", lambda: now() + 10 * 3600)
+            for _ in range(3):
+                manager.heard.clear()
+                await manager.hears(Beat)
+            assert not role.ended
+            async with scene.serve(store) as endpoint:
+                manager.store_is(endpoint)
+                await manager.tell(crew.REWARD, manager.believed)
+                await manager.hears(Goodbye)
+                await manager.stop(crew.REWARD)
+                await role.end()
+        store.close()
+
+    play(story)
+
+
+# ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+TASK = """
+import threading
+first, go = threading.Event(), threading.Event()
+class Task:
+    def prompt(self, i): return ""
+    def answer(self, i): return ""
+    def score(self, i, text):
+        if first.is_set():
+            assert go.wait(60)
+        first.set()
+        return 1.0, 1.0
+def make(seed): return Task()
+"""
+
+
+def test_a_reward_role_is_seen_to_move_while_it_scores_and_counts_each_item_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scene.at.run.path / "task_of_test_worker.py").write_text(TASK)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # undone afterwards, with what load_task adds
+    monkeypatch.delitem(sys.modules, "task_of_test_worker", raising=False)
+    me = scene.worker(crew.REWARD)
+    monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
+
+    async def story() -> None:
+        store = scene.open_store()
+        complete = len(crew.generate(store))
+        assert complete > 2
+        async with scene.serve(store) as endpoint, scene.manager() as manager:
+            manager.store_is(endpoint)
+            role = Role(reward.main)
+            await manager.hears(Beat, lambda beat: (beat.phase, beat.done) == ("score", 1))
+            sys.modules["task_of_test_worker"].go.set()
+            await manager.hears(Beat, lambda beat: (beat.phase, beat.done) == ("wait_work", complete))
+            assert store.lease_scoring(crew.REWARD, 256) == Scoring(())
+            await manager.stop(crew.REWARD)
+            await role.end()
+            assert max(beat.done for beat in manager.heard if isinstance(beat, Beat)) == complete
+        store.close()
+
+    play(story)
+
+
+def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene: Scene) -> None:
+    async def story() -> None:
+        store = scene.open_store()
+        complete = len(crew.generate(store))
+        me = scene.worker(crew.REWARD)
+
+        def score() -> None:
+            work = next(me.scoring())
+            me.progress(2)
+            for item in work.items:  # two are told before the first post, the others by their posts
+                work.post([], {item.trajectory: "no reason"})
+
+        async with scene.serve(store) as endpoint, scene.manager() as manager:
+            manager.store_is(endpoint)
+            role = scene.start(me, score)
+            beat = await manager.hears(Beat, lambda beat: beat.phase == "stopping")
+            assert beat.done == complete
+            await manager.stop(crew.REWARD)
+            await role.end()
+        store.close()
+
+    play(story)
+
+
+# ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_COPIED_AT_ONCE", 100)
+    long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
+    with not_started(scene.worker(crew.TRAINER)) as me:
+        floats: Any = memoryview(long).cast("f")
+        me.publish(
+            4,
+            [
+                ("a", "uint8", (3,), memoryview(short)),
+                ("b", "float32", (192,), floats),
+                ("c", "uint8", (0,), memoryview(b"")),
+            ],
+        )
+        held = me._link.weights.current()
+        assert held is not None
+        assert held.manifest.version == Version(4, 1)
+        given = {spec.name: bytes(held.flat[spec.offset :][: spec.nbytes]) for spec in held.manifest.tensors}
+        assert given == {"a": short, "b": long, "c": b""}
+        me.publish(5, [])
+        assert me._link.weights.versions() == (Version(4, 1), Version(5, 1))
+
+
+def test_publishing_makes_no_memory_that_is_filled_while_every_other_thread_waits(scene: Scene) -> None:
+    """Python's own allocations are; only those does tracemalloc count."""
+    data = memoryview(bytearray(2**24))
+    with not_started(scene.worker(crew.TRAINER)) as me:
+        tracemalloc.start()
+        try:
+            me.publish(1, [("w", "uint8", (2**24,), data)])
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
+
+
+def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sees a version that is half copied."""
+    data, step = memoryview(b"\1" * 2**26), 2**20
+    memory: list[memoryview] = []
+    make = fresh_memory
+
+    def remembered(nbytes: int) -> memoryview:
+        memory[:] = [make(nbytes)]
+        return memory[0]
+
+    monkeypatch.setattr(worker, "fresh_memory", remembered)
+    monkeypatch.setattr(worker, "_COPIED_AT_ONCE", step)
+    seen: set[int] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            for flat in memory[:]:
+                seen.add(bytes(flat[::step]).count(1))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        with not_started(scene.worker(crew.TRAINER)) as me:
+            deadline, number = time.monotonic() + PATIENCE, 0
+            while not seen - {0, len(data) // step}:
+                assert time.monotonic() < deadline, "no thread ever ran in between"
+                me.publish(number := number + 1, [("w", "uint8", (len(data),), data)])
+    finally:
+        over.set()
+        looking.join()
