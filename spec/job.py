@@ -180,7 +180,7 @@ class SamplingTable(_Table):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """of the sampling, and of the log-probabilities in the loss"""
     ahead: Annotated[int, Field(ge=0)] = 1
-    """batches that rollouts may work ahead of the trainer; tokens are then up to about ahead + 2 steps old when trained"""
+    """batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old"""
 
 
 class _Role(_Table):
