@@ -33,10 +33,11 @@ class Ear:
         now: Callable[[], float],
         welcome: Callable[[Life], msg.Welcome],
         on_wanted: Callable[[str], None],
+        steps: dict[str, bytes],
     ) -> None:
         self._run, self._watch, self._state, self._record, self._send = run, watch, state, record, send
         self._now, self._welcome, self._on_wanted = now, welcome, on_wanted
-        self.steps: dict[str, bytes] = {}
+        self.steps = steps
         """tag of a step → where its first process (or agent) can be told something"""
         self.workers: dict[Life, bytes] = {}
         """life → where its worker can be told something"""

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 
@@ -23,11 +22,11 @@ from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Launch, Outside, Perform, Release, Request, StopStep
 from rrl.manager.cluster import Cluster, Observed
-from rrl.manager.executor import PERFORM_DEADLINE, Executor
+from rrl.manager.deeds import Deeds
+from rrl.manager.executor import Executor
 from rrl.manager.fold import fold
 from rrl.manager.hearing import Ear
 from rrl.manager.journal import Journal
-from rrl.manager.launching import job_dir_of, write_launch
 from rrl.manager.lease import Lease, LeaseLost
 from rrl.manager.ledger import write_summary
 from rrl.manager.mailbox import letters, taken
@@ -37,7 +36,7 @@ from rrl.manager.settle import Misses, hungry, settle
 from rrl.manager.state import State
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, Finding, Life, Outcome, Verdict
+from rrl.spec.words import Finding, Life, Outcome, Verdict
 from rrl.transport import messages as msg
 from rrl.transport.control import Listener
 from rrl.transport.keys import RunKeys
@@ -65,8 +64,6 @@ class Manager:
         self._sent = 0
         self._announced = 0.0
         self._findings: dict[str, Finding] = {}
-        self._ended: dict[str, asyncio.Event] = {}
-        self._performed: dict[str, asyncio.Event] = {}
         self._leaving: str | None = None
         self._state: State | None = None
         self._epoch_began = time.monotonic()
@@ -78,7 +75,6 @@ class Manager:
         self._senses: list[asyncio.Task[None]] = []
         self._todo: list[Outside] = []
         """intended, not yet known to be durable"""
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # ── one life of a manager ──────────────────────────────────────────────────────────────────────────────────────
     async def run(self, job: str = "") -> Outcome | None:
@@ -103,12 +99,15 @@ class Manager:
             RunKeys.load(run.keys), msg.Up, epoch=self._lease.epoch, host=self._host
         )
         stack.push_async_callback(self._listener.close)
+        steps: dict[str, bytes] = {}
+        deeds = Deeds(run, self._cluster, self._source, lambda: self.state, self._listener.send, steps)
+        self._deeds = deeds
         self._ear = Ear(
             run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
-            self._step_spoke,
+            deeds.step_spoke, steps,
         )  # fmt: skip
         self._executor = Executor(
-            self._cluster, self.record, self._prepare, self._tell_step, self._inject, self._lease.check
+            self._cluster, self.record, deeds.prepare, deeds.tell_step, deeds.inject, self._lease.check
         )
         stack.push_async_callback(self._executor.close)
         if self._state is None:
@@ -149,10 +148,7 @@ class Manager:
         stamped = ev.Stamped(seq, self.now(), self._lease.epoch, event)
         self._journal.append(stamped)
         self._state = fold(self._state, stamped)
-        if isinstance(event, ev.StepEnded) and event.step in self._ended:
-            self._ended[event.step].set()
-        if isinstance(event, ev.FaultInjected) and event.fault in self._performed:
-            self._performed[event.fault].set()
+        self._deeds.notice(event)
         if isinstance(event, ev.Done | ev.Admitted):
             self._look_now.set()
         self._wake.set()
@@ -239,11 +235,11 @@ class Manager:
 
     async def _announce(self) -> None:
         """Push the wiring to every worker when it changed, but not more often than it is worth: it is sent whole."""
-        if time.monotonic() - self._announced < ANNOUNCE:
-            asyncio.get_running_loop().call_later(ANNOUNCE, self._wake.set)
-            return
         wiring = wire(self.state)
         if wiring == self._wired:
+            return
+        if time.monotonic() - self._announced < ANNOUNCE:
+            asyncio.get_running_loop().call_later(ANNOUNCE, self._wake.set)
             return
         self._wired, self._announced = wiring, time.monotonic()
         self._sent += 1
@@ -317,7 +313,7 @@ class Manager:
                     await asyncio.to_thread(taken, self._run_dir, letter)
             await asyncio.sleep(MAILBOX)
 
-    # ── deeds ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
     def _adopt(self) -> None:
         """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
         for replica in self.state.replicas.values():
@@ -335,45 +331,6 @@ class Manager:
                 self.record(ev.Done(intent.action.tag, False, "its manager died"))
             elif isinstance(intent.action, Request):
                 self._look_now.set()
-
-    def _prepare(self, action: Launch) -> Any:
-        return write_launch(self._run_dir, self.state, action, job_dir_of(self._source))
-
-    def _step_spoke(self, tag: str) -> None:
-        task = asyncio.create_task(self._cluster.joined(tag))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_logged)
-
-    async def _tell_step(self, action: StopStep, patience: float) -> bool:
-        """Ask the step's first process itself; True once it has ended."""
-        peer = self._ear.steps.get(action.step)
-        if peer is None:
-            return False
-        ended = self._ended.setdefault(action.step, asyncio.Event())
-        await self._listener.send(peer, msg.Stop(action.life, action.grace, "; ".join(action.why.evidence)))
-        try:
-            async with asyncio.timeout(patience):
-                await ended.wait()
-            return True
-        except TimeoutError:
-            return False
-        finally:
-            self._ended.pop(action.step, None)
-
-    async def _inject(self, action: Perform) -> bool:
-        agent = next((r for r in self.state.replicas.values() if r.role == AGENT and r.node == action.node), None)
-        peer = self._ear.steps.get(agent.step or "") if agent else None
-        if peer is None:
-            return False
-        performed = self._performed.setdefault(action.fault.id, asyncio.Event())
-        await self._listener.send(peer, msg.Inject(action.fault, action.step))
-        try:
-            async with asyncio.timeout(PERFORM_DEADLINE):
-                await performed.wait()
-            return True
-        except TimeoutError:
-            return False
 
     # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _finish(self) -> Outcome:
@@ -419,9 +376,4 @@ async def _again(sense: Callable[[], Awaitable[None]]) -> None:
 
 def _say(text: str) -> None:
     print(f"rrl: {text}", file=sys.stderr, flush=True)
-
-
-def _logged(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        _say(f"{task.exception()}")
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from rrl.manager.cluster import Cluster
+from rrl.manager.journal import JournalError
 from rrl.manager.lease import LeaseHeld, LeaseLost
 from rrl.manager.runtime import Manager
 from rrl.spec.job import Job
@@ -36,6 +37,10 @@ MANAGER_CPUS = 1
 MANAGER_MEM_GB = 1
 MANAGER_MARGIN = 600.0
 """s that the manager's own job outlives the pool's walltime"""
+RETRIES = 3
+"""times that a manager which ended by an error of its own is followed by another one in the same process"""
+RETRY_PAUSE = 5.0
+"""s before that"""
 LOCAL_FOREVER = 60 * 24 * 365
 """min; nothing ends a manager of the local cluster but the end of its run"""
 
@@ -101,7 +106,7 @@ def _submit_locally(run: RunDir) -> NoReturn:
         executor.submit(run_here, run)
         code = 0
     except BaseException:
-        traceback.print_exc()
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 
@@ -125,8 +130,18 @@ def run_here(run: RunDir, foreground: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
 
     SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
-    outcome = asyncio.run(_run(run, foreground))
-    return None if outcome is None else outcome.value
+    for attempt in range(RETRIES + 1):
+        try:
+            outcome = asyncio.run(_run(run, foreground))
+            return None if outcome is None else outcome.value
+        except (LeaseHeld, JournalError):
+            raise
+        except Exception:
+            traceback.print_exc()
+            if attempt == RETRIES:
+                raise
+            time.sleep(RETRY_PAUSE)  # the next epoch adopts what lives, as it would after any death of a manager
+    raise AssertionError
 
 
 async def _run(run: RunDir, foreground: bool) -> Outcome | None:
@@ -144,9 +159,6 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     except LeaseLost as error:
         print(f"rrl: {error}; leaving", file=sys.stderr, flush=True)
         return None
-    except LeaseHeld:
-        await cluster.close()
-        raise
 
 
 def _cluster(run: RunDir, view: JobView) -> tuple[Cluster, str]:

@@ -1,0 +1,90 @@
+"""From a job spec to a manager: what is left when that fails, and what follows a manager that ends by an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import submit
+from rrl.manager.lease import LeaseHeld
+from rrl.spec.job import Job
+from rrl.spec.jobview import JobView
+from rrl.spec.load import load_job
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import Outcome
+from rrl.tests.spec.jobs import JOB
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path / "job.toml"
+
+
+@pytest.fixture
+def job(source: Path) -> Job:
+    return load_job(source)
+
+
+def test_two_runs_of_one_second_have_two_ids(job: Job, source: Path) -> None:
+    runs = [submit.create(job, source) for _ in range(5)]
+    assert len({run.id for run in runs}) == 5
+    assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in runs)
+
+
+def test_a_manager_that_cannot_be_started_leaves_no_run_and_says_why(
+    job: Job, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(run: RunDir, view: JobView) -> None:
+        raise OSError("no such partition")
+
+    monkeypatch.setattr(submit, "start_manager", fail)
+    with pytest.raises(OSError, match="no such partition"):
+        submit.submit(job, source)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_submission_that_dies_tells_its_last_words(
+    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submit.create(job, source)
+    monkeypatch.setattr(submit, "LOCAL_FOREVER", None)  # submitit cannot reckon with it
+    with pytest.raises(OSError, match=r"^TypeError: "):
+        submit.start_manager(run, job.view("python"))
+
+
+def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
+    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[Exception | Outcome] = [ZeroDivisionError("a bug"), OSError("storage"), Outcome.COMPLETED]
+
+    async def one(run: RunDir, foreground: bool) -> Outcome:
+        end = ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(submit, "_run", one)
+    monkeypatch.setattr(submit, "RETRY_PAUSE", 0.0)
+    assert submit.run_here(submit.create(job, source)) == "completed"
+    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "lives"), [(LeaseHeld("another lives"), 1), (ZeroDivisionError(), 4)])
+def test_it_is_not_followed_for_ever_nor_where_another_lives(
+    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, lives: int
+) -> None:
+    begun = 0
+
+    async def one(run: RunDir, foreground: bool) -> None:
+        nonlocal begun
+        begun += 1
+        raise error
+
+    monkeypatch.setattr(submit, "_run", one)
+    monkeypatch.setattr(submit, "RETRY_PAUSE", 0.0)
+    with pytest.raises(type(error)):
+        submit.run_here(submit.create(job, source))
+    assert begun == lives
