@@ -23,7 +23,7 @@ def plain_user() -> str:
     """Root's stand-in: a system user made for it, or ``nobody`` where that is not possible; else who we are."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid()).pw_name
-    if not _reachable_by_all(Path(sys.prefix)) or not _reachable_by_all(Path(__file__)):
+    if not others_can_run_us():
         told = f"{Path(__file__).parents[2]} cannot be entered by other users: root submits, not a plain user"
         warnings.warn(told, stacklevel=2)
         return "root"
@@ -35,6 +35,11 @@ def plain_user() -> str:
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(PLAIN_USER).pw_name
     return "nobody"
+
+
+def others_can_run_us() -> bool:
+    """Another user can read this checkout and its virtual environment: without that no plain user can submit."""
+    return _reachable_by_all(Path(sys.prefix)) and _reachable_by_all(Path(__file__))
 
 
 def _reachable_by_all(path: Path) -> bool:
