@@ -64,7 +64,8 @@ class Manager:
         self._sent = 0
         self._announced = 0.0
         self._findings: dict[str, Finding] = {}
-        self._leaving: str | None = None
+        self.leaving: str | None = None
+        """why this manager leaves before the run's end"""
         self._state: State | None = None
         self._epoch_began = time.monotonic()
         self._wall = time.time()
@@ -123,7 +124,7 @@ class Manager:
 
     def leave(self, why: str) -> None:
         """Go without ending the run: its roles go on, the next manager adopts them."""
-        self._leaving = why
+        self.leaving = why
         self._wake.set()
 
     def cancel(self, by: str) -> None:
@@ -155,7 +156,7 @@ class Manager:
 
     # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _manage(self) -> Outcome | None:
-        while self._leaving is None:
+        while self.leaving is None:
             for task in self._senses:
                 if task.done():
                     task.result()
@@ -172,7 +173,7 @@ class Manager:
                     await self._wake.wait()
             if time.monotonic() - self._flushed >= FLUSH:
                 await self._flush()
-        self.record(ev.ManagerStopped(self._leaving))
+        self.record(ev.ManagerStopped(self.leaving))
         await self._flush()
         return None
 

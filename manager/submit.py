@@ -41,6 +41,7 @@ RETRIES = 3
 """times that a manager which ended by an error of its own is followed by another one in the same process"""
 RETRY_PAUSE = 5.0
 """s before that"""
+WALLTIME = "its walltime ends"
 LOCAL_FOREVER = 60 * 24 * 365
 """min; nothing ends a manager of the local cluster but the end of its run"""
 
@@ -151,14 +152,30 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     manager = Manager(run, cluster, view, source, host)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, manager.leave, "SIGTERM")
-    loop.add_signal_handler(signal.SIGUSR2, manager.leave, "its walltime ends")  # submitit's warning
+    loop.add_signal_handler(signal.SIGUSR2, manager.leave, WALLTIME)  # submitit's warning
     if foreground:
         loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
     try:
-        return await manager.run(os.environ.get("SLURM_JOB_ID", ""))
+        outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
+        if manager.leaving == WALLTIME and os.environ.get("SLURM_JOB_NAME") == manager_job(run.id, view)["job_name"]:
+            await asyncio.to_thread(_submit_successor, run, view)
+        return outcome
     except LeaseLost as error:
         print(f"rrl: {error}; leaving", file=sys.stderr, flush=True)
         return None
+
+
+def _submit_successor(run: RunDir, view: JobView) -> None:
+    """From within a manager's job whose walltime ends: another one goes on, for its pool may have begun much later."""
+    from rrl.manager.cluster.slurm_commands import environment
+
+    kept = environment(os.environ)  # sbatch would take this job's own variables for options
+    for name in set(os.environ) - set(kept):
+        del os.environ[name]
+    try:
+        start_manager(run, view)
+    except (OSError, RuntimeError) as error:  # not every site lets jobs submit jobs; the roles go on
+        print(f"rrl: no successor could be submitted: {error}; start one: rrl manage {run.id}", file=sys.stderr)
 
 
 def _cluster(run: RunDir, view: JobView) -> tuple[Cluster, str]:

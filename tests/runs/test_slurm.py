@@ -92,6 +92,17 @@ def test_the_managers_job_is_cancelled_and_the_next_manager_adopts_what_lives(sl
         _end_well(run, slurm_lab)
 
 
+def test_a_manager_whose_walltime_ends_is_followed_by_another_job(slurm_lab: SlurmLab) -> None:
+    run = submit_on(slurm_lab, "walltime", light_job("slurm", 60, spares=0))
+    before = lives(run.wait_steps(3))
+    job = next(line.split()[0] for line in slurm_lab.jobs() if f"{run.run.id}.manager" in line)
+    slurm_lab.run_as_user(["scancel", "--signal=USR2", job])  # as Slurm does before the end
+    run.wait(lambda s: s.epoch == 2 and s.step > 3)
+    kept, now = others(before, lives(run.state()), [])
+    assert now == kept, "the roles noticed"
+    _end_well(run, slurm_lab)
+
+
 def test_a_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "cancel", light_job("slurm", 10_000, spares=0))
     run.wait_steps(2)
