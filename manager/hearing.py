@@ -11,7 +11,7 @@ from typing import Any
 from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.state import State, Status
-from rrl.spec.launch import read_exit, tag_of
+from rrl.spec.launch import ExitRecord, read_exit, tag_of
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, ReplicaId
 from rrl.transport import messages as msg
@@ -99,7 +99,10 @@ class Ear:
             self._watch.gone(message.life, self._now())
             self._ended(ev.StepEnded(message.life, message.tag, None, None, f"vanished (agent of {message.node})"))
         else:
-            self._ended(ev.StepEnded(record.life, record.tag, record.code, record.signal, record.why))
+            self._recorded(record)
+
+    def _recorded(self, record: ExitRecord) -> None:
+        self._ended(ev.StepEnded(record.life, record.tag, record.code, record.signal, record.why))
 
     def _ended(self, event: ev.StepEnded) -> None:
         """An end counts once, and only of the step that the life is known by."""
@@ -118,12 +121,10 @@ class Ear:
     def exit_records(self) -> None:
         """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""
         state = self._state()
-        steps = [(r.step, r.life) for r in state.replicas.values() if r.believed and r.step]
-        steps += [(tag, one.life) for tag, one in state.lingering.items()]
-        for tag, _ in steps:
-            record = read_exit(self._run.exit_file(tag))
-            if record is not None:
-                self._ended(ev.StepEnded(record.life, record.tag, record.code, record.signal, record.why))
+        living = [replica.step for replica in state.replicas.values() if replica.believed and replica.step]
+        for tag in (*living, *state.lingering):
+            if (record := read_exit(self._run.exit_file(tag))) is not None:
+                self._recorded(record)
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:

@@ -278,14 +278,9 @@ class Manager:
         looked: Observed | None = None
         while True:
             observed = await self._cluster.observe()
-            again = observed is looked  # asked sooner than the site allows: no second observation
+            if observed is not looked:  # the same one again was asked for too soon: no second observation
+                self._observed(observed)
             looked = observed
-            for name, seen in (observed.nodes or {}).items():
-                if name in self.state.nodes and not again:
-                    self._watch.cluster_node(name, seen.state, seen.detail, self.now())
-            if not again:
-                for event in settle(self.state, observed, self._misses, self.now(), self._executor.busy):
-                    self.record(event)
             self._ear.exit_records()
             self._wake.set()
             self._look_now.clear()
@@ -296,6 +291,13 @@ class Manager:
                 await asyncio.sleep(min(HUNGRY, wait) / 4)  # several things that end together are looked at once
             except TimeoutError:
                 pass
+
+    def _observed(self, observed: Observed) -> None:
+        for name, seen in (observed.nodes or {}).items():
+            if name in self.state.nodes:
+                self._watch.cluster_node(name, seen.state, seen.detail, self.now())
+        for event in settle(self.state, observed, self._misses, self.now(), self._executor.busy):
+            self.record(event)
 
     async def _renew(self) -> None:
         while True:

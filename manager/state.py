@@ -6,6 +6,7 @@ merely seen: silence lives in :class:`rrl.health.sightings.Watch` and becomes st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from msgspec import Struct
@@ -203,10 +204,14 @@ def workers(state: State) -> list[Replica]:
 
 def finding_about(state: State, life: Life) -> Finding | None:
     """The FAIL finding about a life, if there is one; proofs first."""
-    failing = [f for f in state.findings.values() if f.life == life and f.verdict is Verdict.FAIL]
-    return min(failing, key=lambda f: (not f.proof, f.since), default=None)
+    return _gravest(finding for finding in state.findings.values() if finding.life == life)
 
 
 def node_finding(state: State, node: NodeName) -> Finding | None:
-    failing = [f for f in state.findings.values() if f.node == node and f.verdict is Verdict.FAIL]
-    return min(failing, key=lambda f: (not f.proof, f.since), default=None)
+    """The same about a node."""
+    return _gravest(finding for finding in state.findings.values() if finding.node == node)
+
+
+def _gravest(findings: Iterable[Finding]) -> Finding | None:
+    failing = (finding for finding in findings if finding.verdict is Verdict.FAIL)
+    return min(failing, key=lambda finding: (not finding.proof, finding.since), default=None)

@@ -132,10 +132,7 @@ class FirstProcess:
         return [self._wanted(), *self.greet()] if self._admitted else []
 
     def _find_manager(self) -> Address | None:
-        try:
-            return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
-        except (OSError, ValueError):  # absent, or torn: looked at again in a moment
-            return None
+        return Address.read(self.run.manager)
 
     async def _obey(self) -> None:
         while True:

@@ -16,8 +16,6 @@ from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
-import msgspec
-
 from rrl.roles.trajectories.client import TrajectoryClient, store_address
 from rrl.spec.launch import Launch
 from rrl.spec.rundir import RunDir
@@ -229,10 +227,7 @@ class Link:
         )
 
     def _find_manager(self) -> Address | None:
-        try:
-            return msgspec.json.decode(self.run.manager.read_bytes(), type=Address)
-        except ValueError:  # torn: a full disk, storage that shows a file before its bytes. The next look may read it
-            return None
+        return Address.read(self.run.manager)
 
     def _find_store(self) -> Address | None:
         return store_address(self.peers)

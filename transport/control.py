@@ -15,8 +15,10 @@ import contextlib
 import socket as net
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
@@ -44,6 +46,15 @@ class Address(Struct, frozen=True):
 
     epoch: int
     endpoint: str
+
+    @classmethod
+    def read(cls, path: Path) -> Address | None:
+        """What ``path`` says; None when it is absent or torn (a full disk, storage that shows a file before its bytes):
+        whoever looks, looks again in a moment."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, ValueError):
+            return None
 
 
 class Incoming(Struct, frozen=True):

@@ -12,12 +12,10 @@ from rrl.manager.actions import Action, Decision
 from rrl.manager.planner.brakes import brake
 from rrl.manager.planner.drills import drill
 from rrl.manager.planner.ending import finish
-from rrl.manager.planner.placement import place
+from rrl.manager.planner.placement import NEVER, place
 from rrl.manager.planner.recovery import recover
 from rrl.manager.planner.supply import supply
 from rrl.manager.state import State
-
-NEVER = float("inf")
 
 
 class Plan(Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rrl.manager.actions import Action, Finish, Outside, Release, Rung, StopStep, Why
 from rrl.manager.planner.placement import NEVER, stop_lingering
-from rrl.manager.state import Replica, State, Status
+from rrl.manager.state import Replica, State
 from rrl.spec.words import AGENT, Outcome, role_of
 
 WALLTIME_MARGIN = 60.0
@@ -72,7 +72,7 @@ def _living(state: State, agents: bool) -> list[Replica]:
 def _waiting(state: State, agents: bool) -> bool:
     """Steps that were asked to end and have not been seen to, on nodes that may answer."""
     return any(
-        one.life.replica.startswith(f"{AGENT}/") == agents
+        (role_of(one.life.replica) == AGENT) == agents
         for one in state.lingering.values()
         if (node := state.nodes.get(one.node)) is not None and node.excluded is None
     )
@@ -83,6 +83,6 @@ def _stop(state: State, replicas: list[Replica]) -> list[Action]:
     stops: list[Outside] = [
         StopStep(replica.step, replica.life, state.job.limits.step_grace, why)
         for replica in replicas
-        if replica.step is not None and replica.status is not Status.RETIRED
+        if replica.step is not None
     ]
     return [*stops]

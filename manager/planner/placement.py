@@ -9,9 +9,9 @@ import re
 
 from rrl.manager.actions import Launch, Outside, StopStep, Why
 from rrl.manager.cluster import NodeState
-from rrl.manager.state import Lingering, Node, Replica, State, Status, workers
+from rrl.manager.state import Node, Replica, State, Status, workers
 from rrl.spec.launch import tag_of
-from rrl.spec.words import AGENT, Life, NodeName, replica_id
+from rrl.spec.words import AGENT, Life, NodeName, replica_id, role_of
 
 NEVER = float("inf")
 
@@ -151,7 +151,8 @@ def _occupants(state: State) -> dict[NodeName, list[Replica]]:
 def _fits(state: State, replica: Replica, node: NodeName, taken: dict[NodeName, list[Replica]]) -> bool:
     role = state.job.role(replica.role)
     others = [other for other in taken.get(node, []) if other.id != replica.id]
-    if any(one.node == node and one.life.replica != replica.id for one in state.lingering.values() if _is_worker(one)):
+    ending = (one for one in state.lingering.values() if one.node == node and role_of(one.life.replica) != AGENT)
+    if any(one.life.replica != replica.id for one in ending):
         return False  # its room is not free before it has ended
     if role.exclusive:
         return not others
@@ -164,10 +165,6 @@ def _fits(state: State, replica: Replica, node: NodeName, taken: dict[NodeName, 
         and sum(e.gpus for e in each) <= room.gpus
         and sum(e.mem for e in each) <= room.mem
     )
-
-
-def _is_worker(one: Lingering) -> bool:
-    return not one.life.replica.startswith(f"{AGENT}/")
 
 
 def _launch(state: State, replica: Replica, node: NodeName, allocation: str) -> Launch:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from rrl.manager.actions import Action, Fence, Finish, Outside, Release, Request, Rung, Why
 from rrl.manager.cluster import Ask
-from rrl.manager.planner.placement import unplaced
+from rrl.manager.planner.placement import NEVER, unplaced
 from rrl.manager.state import Refusal, Replica, State, Status, workers
 from rrl.spec.words import Outcome
 
-NEVER = float("inf")
 REFUSALS = 3
 """A replacement refused so often is not asked for again within the recovery window."""
 REFUSED_PAUSE = 10.0

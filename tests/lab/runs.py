@@ -73,6 +73,9 @@ step_grace = "3s"
 {extra}
 """
 
+Lives = dict[ReplicaId, tuple[Life, int | None, str | None]]
+"""Life, pid and node of every replica."""
+
 
 class TestRun:
     """A run in ``runs``. ``call`` runs a command line of rrl as whoever submits (a plain user on the Slurm lab)."""
@@ -109,6 +112,13 @@ class TestRun:
 
     def wait_steps(self, steps: int) -> State:
         return self.wait(lambda state: state.step >= steps and all_work(state))
+
+    def wait_back_alone(self, before: Lives, replica: ReplicaId, *also: ReplicaId) -> Lives:
+        """Until ``replica`` works in its second life; nobody but it and ``also`` was touched since ``before``."""
+        after = lives(self.wait(lambda s: s.replica(replica).incarnation == 2 and all_work(s)))
+        kept, now = others(before, after, [replica, *also])
+        assert now == kept, "somebody else was touched"
+        return after
 
     def hold_in_the_middle(self, index: int) -> None:
         """Have rollout ``index`` stop with unfinished work in hand; let go of with :meth:`let_go`."""
@@ -166,7 +176,7 @@ def all_work(state: State) -> bool:
     )
 
 
-def lives(state: State) -> dict[ReplicaId, tuple[Life, int | None, str | None]]:
+def lives(state: State) -> Lives:
     """Life, pid and node of every worker and agent: what isolation is asserted on."""
     return {r.id: (r.life, r.pid, r.node) for r in state.replicas.values() if r.status is not Status.RETIRED}
 
@@ -258,7 +268,7 @@ def _submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]]
     return TestRun(RunDir(runs / json.loads(out)["run"]), call)
 
 
-def others(before: dict[ReplicaId, Any], after: dict[ReplicaId, Any], but: Sequence[ReplicaId]) -> tuple[Any, Any]:
+def others(before: Lives, after: Lives, but: Sequence[ReplicaId]) -> tuple[Lives, Lives]:
     """Both without ``but``: what must be equal when only those were hurt."""
     kept, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
     return kept, now

@@ -20,7 +20,6 @@ from rrl.tests.lab.local import crash
 from rrl.tests.lab.runs import (
     RRL,
     TestRun,
-    all_work,
     check_sound,
     light_job,
     lives,
@@ -48,9 +47,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
     run.hold_in_the_middle(1)
     os.killpg(os.getpgid(pid), signal.SIGKILL)
     run.let_go(1)
-    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
-    kept, now = others(before, after, [VICTIM])
-    assert now == kept, "somebody else was touched"
+    run.wait_back_alone(before, VICTIM)
     _end_well(run)
     assert run.continued(dead=-101.0), "nothing that the dead rollout began was gone on with"
     recovery = run.summary()["recoveries"]
@@ -66,9 +63,7 @@ def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back
     launchers = [pid for pid, command in run.processes().items() if mark in command]
     assert len(launchers) == 1
     os.kill(launchers[0], signal.SIGKILL)
-    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
-    kept, now = others(before, after, [VICTIM])
-    assert now == kept
+    run.wait_back_alone(before, VICTIM)
     _end_well(run)
 
 
@@ -78,10 +73,8 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     node = before[VICTIM][2]
     assert node is not None
     crash(run.run, node)
-    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
+    after = run.wait_back_alone(before, VICTIM, ReplicaId(f"agent/{node}"))
     assert after[VICTIM][2] != node
-    kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{node}")])
-    assert now == kept
     assert run.state().nodes[NodeName(node)].excluded
     _end_well(run)
 
@@ -93,9 +86,7 @@ def test_a_killed_trainer_goes_on_from_its_commit_while_rollouts_stay(tmp_path: 
     pid = before[trainer][1]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    after = lives(run.wait(lambda s: s.replica(trainer).incarnation == 2 and all_work(s)))
-    kept, now = others(before, after, [trainer])
-    assert now == kept
+    run.wait_back_alone(before, trainer)
     _end_well(run)
     steps = [s.event.step for s in run.events() if isinstance(s.event, ev.StepCommitted)]
     assert steps == sorted(set(steps)), "a step was committed twice"
@@ -108,9 +99,7 @@ def test_a_killed_store_comes_back_from_its_log_and_nothing_is_lost_or_doubled(t
     pid = before[store][1]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    after = lives(run.wait(lambda s: s.replica(store).incarnation == 2 and all_work(s)))
-    kept, now = others(before, after, [store])
-    assert now == kept
+    run.wait_back_alone(before, store)
     _end_well(run)
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rrl.spec.words import ReplicaId
-from rrl.tests.lab.runs import RRL, TestRun, all_work, check_sound, light_job, lives, others, submit_on, write_job
+from rrl.tests.lab.runs import RRL, TestRun, check_sound, light_job, lives, others, submit_on, write_job
 from rrl.tests.lab.slurm import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -42,9 +42,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
     run.hold_in_the_middle(1)
     os.killpg(os.getpgid(pid), signal.SIGKILL)
     run.let_go(1)
-    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
-    kept, now = others(before, after, [VICTIM])
-    assert now == kept, "somebody else was touched"
+    run.wait_back_alone(before, VICTIM)
     _end_well(run, slurm_lab)
     assert run.continued(dead=-101.0), "nothing that the dead rollout began was gone on with"
 
@@ -56,9 +54,7 @@ def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_ba
     assert step is not None
     ids = slurm_lab.slurm("squeue", "-h", "-s", "-o", "%j %i").splitlines()
     assert slurm_lab.kill_stepd(next(line.split()[1] for line in ids if line.split()[0] == step))
-    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
-    kept, now = others(before, after, [VICTIM])
-    assert now == kept
+    run.wait_back_alone(before, VICTIM)
     _end_well(run, slurm_lab)
 
 
@@ -69,10 +65,8 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab
     assert node is not None
     slurm_lab.crash(node)
     try:
-        after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
+        after = run.wait_back_alone(before, VICTIM, ReplicaId(f"agent/{node}"))
         assert after[VICTIM][2] != node
-        kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{node}")])
-        assert now == kept
         _end_well(run, slurm_lab)
     finally:
         slurm_lab.up(node)
