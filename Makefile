@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
 EXTRAS := dev,torch,ucx
 
-.PHONY: setup demo demo-slurm test slurm check bench clean
+.PHONY: setup demo demo-slurm test test-slurm-versions slurm check bench clean
 
 setup: .venv/.ready
 
@@ -27,8 +27,13 @@ demo-slurm: slurm
 
 # Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
 test: setup
-	-@$(BIN)/python -m rrl.tests.lab.slurm install
+	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
 	$(BIN)/python -m pytest
+
+# The tests that need Slurm, on 22.05, 24.11 and 26.05, whose programs are fetched from Debian (no root needed).
+test-slurm-versions: setup
+	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
+	$(BIN)/python -m rrl.tests.lab.slurm_versions
 
 check: setup
 	$(BIN)/ruff check .

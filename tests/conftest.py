@@ -7,10 +7,22 @@ from collections.abc import Iterator
 
 import pytest
 
+from rrl.tests.lab import netns
 from rrl.tests.lab.slurm import SlurmLab, missing
 
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
+_LABS = {"slurm_lab", "accounting_lab", "isolated_lab"}
+collect_ignore = [] if netns.possible() else ["lab/test_isolated_nodes.py", "runs/test_cut_nodes.py"]
+"""Nodes with a network of their own need root: where there is none, their tests are not there either."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever uses a lab needs Slurm."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _LABS & set(item.fixturenames):
+            item.add_marker(pytest.mark.slurm)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -27,10 +39,30 @@ def slurm_lab() -> Iterator[SlurmLab]:
     Jobs are submitted as its plain user. A test leaves it idle: ``lab.clear()``. Where Slurm is not installed the test
     is skipped, or fails if RRL_REQUIRE_SLURM is set.
     """
-    if absent := missing():
-        told = f"not installed: {', '.join(absent)} (python -m rrl.tests.lab.slurm install)"
+    _require()
+    with SlurmLab.start(nodes=LAB_NODES, gpus=2) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def accounting_lab() -> Iterator[SlurmLab]:
+    """As ``slurm_lab``, of two nodes without GPUs, with slurmdbd: accounts, QOS and limits are enforced."""
+    _require(accounting=True)
+    with SlurmLab.start(nodes=2, accounting=True) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def isolated_lab() -> Iterator[SlurmLab]:
+    """As ``slurm_lab``, without GPUs, with a network for each node: for tests that :data:`collect_ignore` lists."""
+    _require()
+    with SlurmLab.start(nodes=LAB_NODES, isolated=True) as lab:
+        yield lab
+
+
+def _require(accounting: bool = False) -> None:
+    if absent := missing(accounting=accounting):
+        told = f"not installed: {', '.join(absent)} (python -m rrl.tests.lab.slurm install --accounting)"
         if os.environ.get(REQUIRED):
             pytest.fail(told)
         pytest.skip(told)
-    with SlurmLab.start(nodes=LAB_NODES, gpus=2) as lab:
-        yield lab

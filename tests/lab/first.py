@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rrl.spec.launch import LAUNCH_ENV, ExitRecord, Launch, read_exit, tag_of
+from rrl.spec.loglines import STAMP
 from rrl.spec.processes import Process, processes, sweep
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import Life, NodeName, ReplicaId
@@ -137,8 +138,10 @@ class Lab:
         return read_exit(self.run.exit_file(launch.tag))
 
     def log(self, launch: Launch) -> str:
+        """What the role wrote, without the times of its lines."""
         path = self.run.log_file(launch.tag)
-        return path.read_text() if path.exists() else ""
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return "".join(line[STAMP + 1 :] for line in lines)
 
     def close(self) -> None:
         _, left = sweep(self.processes, PATIENCE)

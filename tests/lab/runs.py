@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,9 @@ class TestRun:
         return self.wait(lambda state: state.step >= steps and all_work(state))
 
     def wait_back_alone(self, before: Lives, replica: ReplicaId, *also: ReplicaId) -> Lives:
-        """Until ``replica`` works in its second life; nobody but it and ``also`` was touched since ``before``."""
-        after = lives(self.wait(lambda s: s.replica(replica).incarnation == 2 and all_work(s)))
+        """Until ``replica`` works in its next life; nobody but it and ``also`` was touched since ``before``."""
+        following = before[replica][0].incarnation + 1  # a first launch may have failed: slurmctld is busy at times
+        after = lives(self.wait(lambda s: s.replica(replica).incarnation == following and all_work(s)))
         kept, now = others(before, after, [replica, *also])
         assert now == kept, "somebody else was touched"
         return after
@@ -200,7 +201,17 @@ def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
 
 
 def check_sound(run: RunDir) -> None:
-    """The invariants that the records of a finished run can show."""
+    """The invariants that the records of a finished run, and its store's, can show."""
+    outcome = check_records(run)
+    audit = msgspec.json.decode((run.store / "audit.json").read_bytes())
+    assert audit["made"] == audit["trained"] + sum(audit["dropped"].values()) + audit["open"]  # invariant 1
+    assert audit["open"] == 0 or outcome is not Outcome.COMPLETED
+    groups = [group for groups in audit["steps"].values() for group in groups]
+    assert len(groups) == len(set(groups)), "a group was trained twice"
+
+
+def check_records(run: RunDir) -> Outcome | None:
+    """Invariants that the journal can show; how the run ended."""
     believed: dict[ReplicaId, int] = {}
     outcome = None
     for stamped in replay(run):
@@ -212,11 +223,7 @@ def check_sound(run: RunDir) -> None:
             believed[event.life.replica] = event.life.incarnation
         if isinstance(event, ev.RunEnded):
             outcome = event.outcome
-    audit = msgspec.json.decode((run.store / "audit.json").read_bytes())
-    assert audit["made"] == audit["trained"] + sum(audit["dropped"].values()) + audit["open"]  # invariant 1
-    assert audit["open"] == 0 or outcome is not Outcome.COMPLETED
-    groups = [group for groups in audit["steps"].values() for group in groups]
-    assert len(groups) == len(set(groups)), "a group was trained twice"
+    return outcome
 
 
 def submit_here(tmp_path: Path, toml: str) -> TestRun:
@@ -229,14 +236,14 @@ def submit_here(tmp_path: Path, toml: str) -> TestRun:
     return _submitted(write_job(tmp_path, toml), tmp_path / "runs", call)
 
 
-def submit_on(lab: SlurmLab, name: str, toml: str) -> TestRun:
-    """On the lab's Slurm, as its plain user, from a folder that is the user's own."""
+def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | None = None) -> TestRun:
+    """On the lab's Slurm, as its plain user, from a folder that is the user's own; ``shell``: variables of his."""
     folder = lab.home / name
     lab.call_as_user(folder.mkdir)
     runs = folder / "runs"
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
-        return lab.popen_as_user([RRL, *argv], env={RUNS_ENV: str(runs)}, cwd=folder, **popen)
+        return lab.popen_as_user([RRL, *argv], env={**(shell or {}), RUNS_ENV: str(runs)}, cwd=folder, **popen)
 
     job = write_job(folder, toml)
     return _submitted(job, runs, call)

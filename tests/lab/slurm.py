@@ -4,6 +4,9 @@ Every node is a real slurmd (``slurmd -N nX``, a port each) beside an own slurmc
 folder and ends with it. Started by root, the daemons are root's and jobs are submitted by a plain user without any
 operator right (:attr:`SlurmLab.user`); started by anybody else, everything runs as that user.
 
+Where root starts it, each node may have a network of its own that can be cut and delayed (``isolated``); with
+``accounting`` there are slurmdbd and limits; ``root`` is another version of Slurm.
+
     python -m rrl.tests.lab.slurm install
     python -m rrl.tests.lab.slurm start --dir /tmp/lab --nodes 5
     python -m rrl.tests.lab.slurm crash n3 --dir /tmp/lab
@@ -14,13 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import random
-import secrets
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -29,39 +29,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import jinja2
 import msgspec
 
+from rrl.tests.lab import harm, netns
+from rrl.tests.lab import slurm_accounting as accounting_of
+from rrl.tests.lab import slurm_files as files
 from rrl.tests.lab import slurm_processes as processes
 from rrl.tests.lab.plain_user import call_as, plain_user, popen_as
+from rrl.tests.lab.slurm_files import Settings, search_path
 from rrl.tests.lab.slurm_processes import MARK, Process
+from rrl.tests.lab.slurm_root import programs_of
 from rrl.transport.address import NETWORK_ENV
 
+ROOT_ENV = "RRL_SLURM_ROOT"
+"""The root of the version that labs run when nobody names one; unset: the installed one."""
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 _PREFIX = "rrl-lab-"
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PORTS = range(20_000, 32_000)
 """below Linux's ephemeral range, so that no outgoing connection takes one of them"""
 _DEADLINE = 30.0
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """What a later process must know of a running lab; kept in ``lab.json``."""
-
-    nodes: int
-    cpus: int
-    memory: int
-    gpus: int
-    port: int
-    user: str
-    inactive_limit: int = 0
-    keeper: tuple[int, str] | None = None
-    """pid and start time of the process whose end makes this lab abandoned; None: it stays until it is stopped"""
-
-
-def missing() -> list[str]:
-    """Programs of Slurm and munge that are not installed here."""
-    return [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
+def missing(root: str | None = None, accounting: bool = False) -> list[str]:
+    """Programs that a lab needs and that are neither installed nor in ``root`` (default: ``$RRL_SLURM_ROOT``)."""
+    path = search_path(root or os.environ.get(ROOT_ENV))
+    absent = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
+    return absent + (accounting_of.missing(path) if accounting else [])
 
 
 class SlurmLab:
@@ -74,33 +67,47 @@ class SlurmLab:
         self.dir = path
         self.settings = settings
         self.user = settings.user
+        self.network = settings.network
+        self.root = Path(settings.root) if settings.root else None
         self.conf = path / "slurm.conf"
         self.home = path / "home"
         """the plain user's home; everything that a run writes belongs under it"""
-        self.nodes = tuple(f"n{i}" for i in range(1, settings.nodes + 1))
+        self.nodes = settings.names
 
     @classmethod
     def start(
         cls, path: Path | None = None, *, nodes: int = 5, cpus: int = 8, memory: int = 8000, gpus: int = 0,
-        inactive_limit: int = 0, stays: bool = False,
+        inactive_limit: int = 0, isolated: bool = False, accounting: bool = False, root: Path | None = None,
+        stays: bool = False,
     ) -> SlurmLab:  # fmt: skip
         """Start a lab and wait until every node is idle; what a crashed lab left in ``path`` is ended first.
 
-        Without ``path`` a short temporary folder is made. ``stays``: the lab outlives the calling process.
-        Raises RuntimeError with the reason when Slurm is missing or does not come up.
+        Without ``path`` a short temporary folder is made. ``isolated``: each node has a network of its own (root only).
+        ``accounting``: slurmdbd runs, and associations, limits and QOS are enforced. ``root``: another version of Slurm
+        than the installed one (default: ``$RRL_SLURM_ROOT``). ``stays``: the lab outlives the calling process.
+        Raises RuntimeError with the reason when something is missing or does not come up.
         """
-        if absent := missing():
-            raise RuntimeError(f"not installed: {', '.join(absent)}; run: python -m rrl.tests.lab.slurm install")
+        version = str(root) if root else os.environ.get(ROOT_ENV) or None
+        if absent := missing(version, accounting):
+            how = "python -m rrl.tests.lab.slurm install" + (" --accounting" if accounting else "")
+            raise RuntimeError(f"not installed: {', '.join(absent)}; run: {how}")
+        if isolated and not netns.possible():
+            raise RuntimeError("nodes with a network of their own need root, iproute2 and network namespaces")
         _sweep_abandoned()
         if path is not None and (path / "lab.json").exists():
             cls.load(path).stop()
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")) if path is None else path.absolute()
         path.mkdir(exist_ok=True)
         keeper = None if stays else (os.getpid(), _start_time(os.getpid()))
-        port = _free_ports(nodes + 1)
-        lab = cls(path, Settings(nodes, cpus, memory, gpus, port, plain_user(), inactive_limit, keeper))
+        port = _free_ports(nodes + 2)  # slurmctld, a slurmd each, slurmdbd
+        network = netns.free_network(f"rl{port}") if isolated else None
+        settings = Settings(
+            nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), keeper=keeper, root=version,
+            inactive_limit=inactive_limit, network=network, accounting=accounting,
+        )  # fmt: skip
+        lab = cls(path, settings)
         try:
-            lab._write()
+            files.write(path, settings)
             lab._start_daemons()
         except BaseException:
             lab.stop()
@@ -119,66 +126,53 @@ class SlurmLab:
         self.stop()
 
     # ── coming up ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def _write(self) -> None:
-        os.chmod(self.dir, 0o755)  # munged and the plain user must be able to enter
-        for name in ("munge", "state", "spool", "run", "log", "dev", "home"):
-            (self.dir / name).mkdir(mode=0o755)
-        (self.dir / "lab.json").write_bytes(msgspec.json.encode(self.settings))
-        account = pwd.getpwnam(self.user)
-        os.chown(self.home, account.pw_uid, account.pw_gid)
-        os.chmod(self.home, 0o700)
-        key = os.open(self.dir / "munge/key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.write(key, secrets.token_bytes(128))
-        os.close(key)
-        count, first = self.settings.nodes, self.settings.port + 1
-        text = jinja2.Template(
-            Path(__file__).with_name("slurm.conf.j2").read_text(), undefined=jinja2.StrictUndefined
-        ).render(
-            **msgspec.structs.asdict(self.settings), dir=self.dir, host=socket.gethostname().partition(".")[0],
-            daemons=pwd.getpwuid(os.geteuid()).pw_name, names=f"n[1-{count}]" if count > 1 else "n1",
-            node_ports=f"[{first}-{first + count - 1}]" if count > 1 else first,
-        )  # fmt: skip
-        self.conf.write_text(text)
-        if self.settings.gpus:
-            lines = [f"Name=gpu File={device}" for device in self._gpu_devices()]
-            (self.dir / "gres.conf").write_text("\n".join(["AutoDetect=off", *lines, ""]))
-
-    def _gpu_devices(self) -> list[str]:
-        """Slurm wants a character device per GPU: root makes copies of /dev/null, others take devices that exist."""
-        if os.geteuid() != 0:
-            return ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"][: self.settings.gpus]
-        names = [f"{self.dir}/dev/gpu{i}" for i in range(self.settings.gpus)]
-        for name in names:
-            os.mknod(name, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        return names
-
     def _start_daemons(self) -> None:
         munge = self.dir / "munge"
-        self._daemon(
+        self.daemon(
             "munged", f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid",
             f"--log-file={munge}/log", f"--seed-file={munge}/seed",
         )  # fmt: skip
-        self._daemon("slurmctld", "-c")
+        harm.serve(self)
+        if self.network:
+            netns.make(self.network, self.nodes)
+        if self.settings.accounting:
+            accounting_of.start(self)
+        self.daemon("slurmctld", "-c")
         for node in self.nodes:
-            self._daemon("slurmd", "-N", node)
+            self.up(node)
         self.wait_states(dict.fromkeys(self.nodes, "idle"))
 
-    def _daemon(self, *argv: str) -> None:
+    def daemon(self, *argv: str, env: Mapping[str, str] | None = None) -> None:
+        """Run a command that leaves a daemon behind. Raises RuntimeError with what it said."""
         done = subprocess.run(
-            argv, env=self._env(), cwd=self.dir, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=_DEADLINE,
+            argv, env=self.environment() | dict(env or {}), cwd=self.dir, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=_DEADLINE,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{' '.join(argv)} failed ({done.returncode}): {done.stderr.strip()}")
 
-    def _env(self) -> dict[str, str]:
-        return {"PATH": _PATH, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.conf), MARK: str(self.dir)}
+    def background(self, *argv: str, log: str, stdin: int = subprocess.DEVNULL) -> None:
+        """Run a program that does not detach itself, beside the daemons; ``log``: file name in the lab's log folder."""
+        with (self.dir / "log" / log).open("ab") as said:
+            subprocess.run(["setsid", "--fork", *argv], env=self.environment(), cwd=self.dir, check=True, stdin=stdin,
+                           stdout=said, stderr=said)  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        """Of everything that belongs to this lab."""
+        path = search_path(self.settings.root)
+        own = {"PATH": path, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.conf), MARK: str(self.dir)}
+        return own | ({ROOT_ENV: self.settings.root} if self.settings.root else {})
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of this lab's Slurm, such as (24, 11)."""
+        return files.version(self.settings)
 
     # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def slurm(self, *argv: str) -> str:
         """A Slurm command with the daemons' rights; its standard output. Raises CalledProcessError."""
         return subprocess.run(
-            argv, env=self._env(), cwd=self.dir, check=True, capture_output=True, text=True, timeout=_DEADLINE
+            argv, env=self.environment(), cwd=self.dir, check=True, capture_output=True, text=True, timeout=_DEADLINE
         ).stdout  # fmt: skip
 
     def states(self) -> dict[str, str]:
@@ -201,6 +195,19 @@ class SlurmLab:
             time.sleep(0.05)
         raise RuntimeError(f"nodes did not become {dict(wanted)} within {within:.0f} s: {seen}; see {self.dir}/log")
 
+    def wait_job(self, job: str, wanted: str) -> None:
+        """Wait until Slurm shows a job's state and reason so (``PENDING Resources``). Raises RuntimeError."""
+        argv = ("squeue", "-h", "-j", job, "-o", "%T %r")
+        self.wait_for(lambda: self.slurm(*argv).strip() == wanted, f"job {job} is not {wanted}")
+
+    def wait_for(self, what: Callable[[], bool], told: str) -> None:
+        """Wait until it holds. Raises RuntimeError with ``told``."""
+        deadline = time.monotonic() + _DEADLINE
+        while not what():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{told} within {_DEADLINE:.0f} s; see {self.dir}/log")
+            time.sleep(0.05)
+
     def processes(self) -> dict[int, Process]:
         """Every process of this cluster: daemons, jobs, and commands that talk to it."""
         return processes.of_lab(self.dir)
@@ -215,7 +222,7 @@ class SlurmLab:
             self.slurm("scancel", *ids)
         for node in self.nodes:
             if not processes.of_node(self.dir, node):
-                self._daemon("slurmd", "-N", node)
+                self.up(node)
         self.wait_states(dict.fromkeys(self.nodes, "idle"), within)
 
     # ── harm ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,7 +232,33 @@ class SlurmLab:
 
     def up(self, node: str) -> None:
         """Start the slurmd of a node that crashed; returns at once."""
-        self._daemon("slurmd", "-N", node)
+        stepd = ("-d", str(programs_of(self.root) / "slurmstepd")) if self.root else ()
+        argv = ("slurmd", *stepd, "-N", node)
+        self.daemon(*(netns.inside(self.network, node, argv) if self.network else argv))
+
+    def cut(self, node: str) -> None:
+        """The node's link is down: it lives, and nobody hears it nor is heard by it. Only where nodes are isolated."""
+        netns.cut(self._isolated(), node)
+
+    def heal(self, node: str) -> None:
+        """The node's link is up, and no delay is left on it."""
+        self.delay(node, 0)
+        netns.heal(self._isolated(), node)
+
+    def delay(self, node: str, milliseconds: float) -> None:
+        """Every packet to and from the node comes so much later; 0: as before. Only where nodes are isolated."""
+        network = self._isolated()
+        if processes.delaying(self.dir, network.link(node)):
+            processes.kill_all(lambda: processes.delaying(self.dir, network.link(node)))
+            netns.undivert(network, node)
+        if milliseconds > 0:
+            ends = netns.divert(network, node)
+            self.background(sys.executable, "-m", processes.DELAYER, *ends, str(milliseconds), log="delays.log")
+
+    def _isolated(self) -> netns.Network:
+        if self.network is None:
+            raise RuntimeError("the nodes of this lab have no network of their own")
+        return self.network
 
     def kill_stepd(self, step: str) -> list[int]:
         """SIGKILL the slurmstepds of ``<job>.<step>`` and nothing else; the pids that were hit."""
@@ -247,16 +280,37 @@ class SlurmLab:
         finally:
             os.kill(pid, signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def controller_down(self) -> Iterator[None]:
+        """slurmctld has ended, and starts again with what it had saved: jobs and steps go on meanwhile."""
+        pid = self.controller()
+        os.kill(pid, signal.SIGTERM)
+        self.wait_for(lambda: pid not in processes.living(), f"slurmctld ({pid}) did not end")
+        try:
+            yield
+        finally:
+            self.daemon("slurmctld")
+            self.wait_for(self._answers, "slurmctld does not answer")
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.states())
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            return False
+
     def stop(self) -> None:
         """Kill everything of this cluster and remove its folder. Raises TimeoutError if something cannot be killed."""
         processes.kill_all(self.processes)
+        if self.network:
+            netns.remove(self.network)
         shutil.rmtree(self.dir)
 
     # ── the plain user ──────────────────────────────────────────────────────────────────────────────────────────────
     def user_env(self) -> dict[str, str]:
         """The environment of the plain user's login shell, so to say."""
         account = {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user}
-        return self._env() | account | {NETWORK_ENV: "127.0.0.0/8"}  # every node is this machine
+        network = self.network.cidr if self.network else "127.0.0.0/8"  # every node is this machine
+        return self.environment() | account | {NETWORK_ENV: network, harm.ENV: str(harm.socket_of(self.dir))}
 
     def run_as_user(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,

@@ -19,6 +19,7 @@ from msgspec import Struct
 MARK = "RRL_LAB"
 """Environment variable whose value is the lab's folder."""
 
+DELAYER = "rrl.tests.lab.delayed_link"
 _COMMANDS = {"srun", "sbatch", "salloc", "scancel", "squeue", "sinfo", "scontrol", "sattach"}
 _GONE_BY = 10.0
 
@@ -93,6 +94,11 @@ def _launched_on(process: Process) -> str | None:
     return str(launch.get("node"))
 
 
+def delaying(lab: Path, link: str) -> dict[int, Process]:
+    """The process that forwards a link's frames late, if there is one."""
+    return {pid: one for pid, one in of_lab(lab).items() if {DELAYER, link} <= set(one.command.split())}
+
+
 def stepd(lab: Path, step: str) -> list[int]:
     """Pids of the slurmstepds of ``<job>.<step>``, on whichever nodes."""
     return sorted(pid for (_, name), pids in _step_sockets(lab, living()).items() if name == step for pid in pids)
@@ -103,19 +109,39 @@ def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, s
 
     A slurmstepd writes its title over its environment, so its socket is the only thing that tells whose it is.
     """
-    inodes = {}
-    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 7 and fields[7].startswith(f"{lab}/spool/"):
-            path = Path(fields[7])
-            inodes[f"socket:[{fields[6]}]"] = (path.parent.name, path.name.removeprefix(f"{path.parent.name}_"))
+    inodes: dict[str, dict[str, tuple[str, str]]] = {}
+    """by network namespace, where nodes have one of their own"""
     holders: dict[tuple[str, str], set[int]] = {}
     for process in everybody.values():
         if process.comm == "slurmstepd":
+            space = _link(f"/proc/{process.pid}/ns/net")
+            if space not in inodes:
+                inodes[space] = _spool_sockets(lab, process.pid)
             for inode in _open_files(process.pid):
-                if inode in inodes:
-                    holders.setdefault(inodes[inode], set()).add(process.pid)
+                if inode in inodes[space]:
+                    holders.setdefault(inodes[space][inode], set()).add(process.pid)
     return holders
+
+
+def _spool_sockets(lab: Path, pid: int) -> dict[str, tuple[str, str]]:
+    """(node, step) of each socket in the lab's spool folder, by inode, in the network namespace of ``pid``."""
+    try:
+        lines = Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
+    except OSError:
+        return {}
+    found = {}
+    for fields in (line.split() for line in lines):
+        if len(fields) > 7 and fields[7].startswith(f"{lab}/spool/"):
+            path = Path(fields[7])
+            found[f"socket:[{fields[6]}]"] = (path.parent.name, path.name.removeprefix(f"{path.parent.name}_"))
+    return found
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def _open_files(pid: int) -> list[str]:

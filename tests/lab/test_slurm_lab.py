@@ -79,12 +79,41 @@ def test_a_crash_kills_everything_of_one_node_and_nothing_else(slurm_lab: SlurmL
         step.wait(timeout=20)
 
 
+def test_a_step_whose_memory_does_not_fit_waits_until_it_does(slurm_lab: SlurmLab) -> None:
+    granted = slurm_lab.run_as_user(["salloc", "--no-shell", "-N1", "-n4", "--mem=1000M"]).stderr
+    job = re.findall(r"Granted job allocation (\d+)", granted)[0]
+    argv = ["srun", f"--jobid={job}", "--exact", "-n1", "-c1", "--mem=600M"]
+    first = slurm_lab.popen_as_user([*argv, "sleep", "1006"])
+    try:
+        slurm_lab.wait_for(lambda: f"{job}.0" in slurm_lab.slurm("squeue", "-hs", "-o", "%i").split(), "no step 0")
+        refused = slurm_lab.run_as_user([*argv, "--immediate=1", "true"], check=False)
+        assert refused.returncode != 0, "four CPUs are free; 400 MiB are"
+        waiting = slurm_lab.popen_as_user([*argv, "true"], stderr=subprocess.DEVNULL)
+        slurm_lab.run_as_user(["scancel", f"{job}.0"])
+        assert waiting.wait(timeout=60) == 0
+    finally:
+        slurm_lab.clear()
+        first.wait(timeout=20)
+
+
+def test_jobs_outlive_a_controller_that_is_down_for_a_while(slurm_lab: SlurmLab) -> None:
+    job = slurm_lab.run_as_user(["sbatch", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1007"])
+    slurm_lab.wait_job(job.stdout.strip(), "RUNNING None")
+    try:
+        with slurm_lab.controller_down():
+            with pytest.raises(RuntimeError, match="contact slurm controller"):
+                slurm_lab.run_as_user(["squeue"])
+        slurm_lab.wait_job(job.stdout.strip(), "RUNNING None")
+    finally:
+        slurm_lab.clear()
+
+
 def test_the_command_line_starts_uses_harms_and_stops_a_lab(tmp_path_factory: pytest.TempPathFactory) -> None:
     where = Path(f"/tmp/rrl-cli-{os.getpid()}")
     assert lab_command("start", "--dir", where, "--nodes", "2").startswith("2 nodes idle")
     try:
         assert lab_command("status", "--dir", where) == "n1 idle\nn2 idle\n"
-        assert re.fullmatch(r"export SLURM_CONF=\S+/slurm.conf\n", lab_command("env", "--dir", where))
+        assert re.match(r"export SLURM_CONF=\S+/slurm.conf\n", lab_command("env", "--dir", where))
         lab_command("crash", "n2", "--dir", where)
         assert slurm_processes.of_node(where, "n2") == {}
         lab_command("up", "n2", "--dir", where)

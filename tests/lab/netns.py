@@ -1,0 +1,135 @@
+"""Nodes with a network of their own: a namespace, a link and an address each, joined by a bridge (root only).
+
+The controller and whoever submits stay in the machine's own namespace, where the bridge has an address in the same
+network. Processes are not hidden: pids mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+from msgspec import Struct
+
+_NETWORKS = tuple(f"198.{second}.{third}" for second in (18, 19) for third in range(256))
+"""198.18.0.0/15 is for tests of network devices (RFC 2544): no site routes it"""
+_BRIDGE_HOST = 254
+
+
+class Network(Struct, frozen=True):
+    """``prefix`` begins the names of all its devices (at most 15 characters each), ``first`` all its addresses."""
+
+    prefix: str
+    first: str
+    """three octets"""
+
+    @property
+    def cidr(self) -> str:
+        return f"{self.first}.0/24"
+
+    @property
+    def controller(self) -> str:
+        return f"{self.first}.{_BRIDGE_HOST}"
+
+    @property
+    def bridge(self) -> str:
+        return f"{self.prefix}br"
+
+    def namespace(self, node: str) -> str:
+        return f"{self.prefix}{node}"
+
+    def link(self, node: str) -> str:
+        """This machine's end of the node's link."""
+        return f"{self.prefix}v{node}"
+
+    def address(self, node: str) -> str:
+        return f"{self.first}.{node.removeprefix('n')}"
+
+
+def possible() -> bool:
+    """Namespaces and links can be made here: root, iproute2, and a kernel that lets us (containers often do not)."""
+    if os.geteuid() != 0 or any(shutil.which(name) is None for name in ("ip", "nsenter", "unshare")):
+        return False
+    name = f"rrl-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made
+
+
+def free_network(prefix: str) -> Network:
+    """One that no device of this machine has an address in. Random, so that labs started at once differ."""
+    taken = _ip("-o", "-4", "addr", "show")
+    return Network(prefix, random.choice([first for first in _NETWORKS if f" {first}." not in taken]))
+
+
+def make(network: Network, nodes: tuple[str, ...]) -> None:
+    """The bridge, and for each node a namespace with a link to it. Raises CalledProcessError."""
+    _ip("link", "add", network.bridge, "type", "bridge")
+    _ip("addr", "add", f"{network.controller}/24", "dev", network.bridge)
+    _ip("link", "set", network.bridge, "up")
+    for node in nodes:
+        namespace, link = network.namespace(node), network.link(node)
+        _ip("netns", "add", namespace)
+        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _ip("link", "set", link, "master", network.bridge, "up")
+        _ip("-n", namespace, "addr", "add", f"{network.address(node)}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _ip("-n", namespace, "link", "set", device, "up")
+
+
+def remove(network: Network) -> None:
+    """Everything that :func:`make` and :func:`divert` made, as far as it is there."""
+    for path in Path("/run/netns").glob(f"{network.prefix}n*"):
+        subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
+    for path in Path("/sys/class/net").glob(f"{network.prefix}*"):
+        subprocess.run(["ip", "link", "del", path.name], capture_output=True)
+
+
+def left(network: Network) -> list[str]:
+    """Names of its namespaces and devices on this machine."""
+    paths = *Path("/run/netns").glob(f"{network.prefix}n*"), *Path("/sys/class/net").glob(f"{network.prefix}*")
+    return sorted(path.name for path in paths)
+
+
+def inside(network: Network, node: str, argv: tuple[str, ...]) -> tuple[str, ...]:
+    """``argv`` with the node's network and host name. Not ``ip netns exec``: it hides /sys/fs/cgroup from slurmd."""
+    rename = ("sh", "-c", 'hostname "$0" && exec "$@"', node)
+    return ("nsenter", f"--net=/run/netns/{network.namespace(node)}", "unshare", "--uts", *rename, *argv)
+
+
+def cut(network: Network, node: str) -> None:
+    """Not a packet passes from now on; nobody is told."""
+    _ip("link", "set", network.link(node), "down")
+
+
+def heal(network: Network, node: str) -> None:
+    _ip("link", "set", network.link(node), "up")
+
+
+def divert(network: Network, node: str) -> tuple[str, str]:
+    """Take the node's link off the bridge. Returns it, and a device on the bridge to forward its frames to and from."""
+    link, near, far = network.link(node), f"{network.prefix}d{node}", f"{network.prefix}e{node}"
+    _ip("link", "add", near, "type", "veth", "peer", "name", far)
+    for device in (link, near):  # this machine must not answer for the bridge's address on them
+        Path(f"/proc/sys/net/ipv4/conf/{device}/arp_ignore").write_text("1")
+    _ip("link", "set", link, "nomaster")
+    _ip("link", "set", far, "master", network.bridge, "up")
+    _ip("link", "set", near, "up")
+    return link, near
+
+
+def undivert(network: Network, node: str) -> None:
+    """Put the node's link back on the bridge."""
+    _ip("link", "del", f"{network.prefix}d{node}")
+    _ip("link", "set", network.link(node), "master", network.bridge)
+
+
+def _ip(*argv: str) -> str:
+    done = subprocess.run(["ip", *argv], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(argv)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,90 @@
+"""Harm on request: the plain user may have its own lab hurt, and nothing else; strangers may ask for nothing."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.tests.lab import harm, slurm_processes
+from rrl.tests.lab.slurm import SlurmLab
+
+
+@pytest.fixture
+def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield slurm_lab
+    slurm_lab.clear()
+
+
+@pytest.fixture
+def door(lab: SlurmLab) -> str:
+    """As the user's environment names it."""
+    return lab.user_env()[harm.ENV]
+
+
+def test_the_user_has_a_node_crashed_and_it_comes_up_by_itself(lab: SlurmLab, door: str) -> None:
+    def hurt() -> None:
+        told = harm.ask(os.environ[harm.ENV], do="crash", node="n3", seconds=1)
+        assert told == harm.Answer(True, "crash n3 for 1 s")
+
+    lab.call_as_user(hurt)
+    deadline = time.monotonic() + 30
+    while not slurm_processes.of_node(lab.dir, "n3"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    lab.wait_states({"n3": "idle"})
+
+
+def test_an_outage_of_the_controller_ends_by_itself_and_jobs_go_on(lab: SlurmLab, door: str) -> None:
+    job = lab.run_as_user(["sbatch", "--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1004"]).stdout
+    before = lab.controller()
+    assert harm.ask(door, do="outage", seconds=0.2) == harm.Answer(True, "outage of 0.2 s")
+    assert lab.controller() != before
+    assert any(line.startswith(f"{job.strip()} ") for line in lab.jobs())
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        ({"do": "crash", "node": "n9"}, "no node n9 in this lab: n1, n2, n3, n4, n5"),
+        ({"do": "crash"}, "no node None in this lab"),
+        ({"do": "crash", "node": "n1; reboot"}, "no node n1; reboot in this lab"),
+        ({"do": "reboot", "node": "n1"}, "Invalid enum value 'reboot'"),
+        ({"do": "crash", "node": "n1", "pid": 1}, "unknown field `pid`"),
+        ({"do": "crash", "node": "n1", "seconds": -1}, "seconds must be above 0"),
+        ({"do": "crash", "node": "n1", "ms": 5}, "ms is what a delay has"),
+        ({"do": "outage"}, "an outage needs its seconds"),
+        ({"do": "cut", "node": "n1"}, "the nodes of this lab have no network of their own"),
+        ({"do": "delay", "node": "n1", "ms": 5}, "the nodes of this lab have no network of their own"),
+        ({"do": "delay", "node": "n1", "ms": 1e9}, "ms must be from 0 to 60000"),
+    ],
+)
+def test_what_is_not_the_labs_own_is_refused_and_nothing_happens(
+    slurm_lab: SlurmLab, request_: dict[str, object], why: str
+) -> None:
+    before = {pid for pid, one in slurm_lab.processes().items() if one.comm in ("slurmd", "slurmctld")}
+    told = harm.ask(harm.socket_of(slurm_lab.dir), **request_)
+    assert not told.ok
+    assert why in told.detail
+    assert before <= slurm_lab.processes().keys()
+
+
+def test_noise_and_silence_on_the_socket_keep_nobody_else_from_asking(slurm_lab: SlurmLab) -> None:
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as noisy:
+        silent.connect(str(harm.socket_of(slurm_lab.dir)))
+        noisy.connect(str(harm.socket_of(slurm_lab.dir)))
+        noisy.sendall(b"\xff" * 10_000 + b"\n")
+        assert b'"ok":false' in noisy.recv(1000)
+        assert "no node x" in harm.ask(harm.socket_of(slurm_lab.dir), do="crash", node="x").detail
+
+
+def test_only_the_labs_user_may_open_the_socket(slurm_lab: SlurmLab, door: str) -> None:
+    kept = Path(door).stat()
+    assert stat.S_IMODE(kept.st_mode) == 0o600
+    assert kept.st_uid == pwd.getpwnam(slurm_lab.user).pw_uid

@@ -1,0 +1,102 @@
+"""Nodes with a network of their own. Collected where network namespaces are possible (root)."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rrl.tests.lab import netns, slurm_processes
+from rrl.tests.lab.slurm import SlurmLab
+
+
+@pytest.fixture
+def lab(isolated_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield isolated_lab
+    isolated_lab.clear(within=90)  # what Slurm missed while a link was down it asks for seldom
+
+
+def answers(lab: SlurmLab, node: str, within: float = 1.0) -> bool:
+    """The node's slurmd takes a connection."""
+    assert lab.network is not None
+    try:
+        socket.create_connection((lab.network.address(node), lab.settings.port + 1), within).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_each_node_has_its_own_name_and_address_and_the_user_reaches_all_of_them(lab: SlurmLab) -> None:
+    code = "import socket; from rrl.transport.address import own_address; print(socket.gethostname(), own_address())"
+    out = lab.run_as_user(["srun", "-N5", "-n5", "--mem=100M", sys.executable, "-c", code]).stdout
+    assert lab.network is not None
+    assert sorted(out.splitlines()) == [f"{node} {lab.network.address(node)}" for node in lab.nodes]
+    mine = lab.run_as_user([sys.executable, "-c", code]).stdout
+    assert mine == f"{socket.gethostname()} {lab.network.controller}\n"
+
+
+def test_a_cut_node_lives_on_unheard_is_seen_down_and_is_itself_again_when_healed(lab: SlurmLab) -> None:
+    step = lab.popen_as_user(["srun", "-N1", "-n1", "-w", "n2", "--mem=100M", "--no-kill", "sleep", "1003"],
+                             stderr=subprocess.DEVNULL)  # fmt: skip
+    def asleep() -> list[int]:
+        return [pid for pid, one in slurm_processes.of_node(lab.dir, "n2").items() if one.comm == "sleep"]
+
+    try:
+        lab.wait_for(lambda: asleep() != [], "no step")
+        task = asleep()
+        assert answers(lab, "n2")
+        lab.cut("n2")
+        assert not answers(lab, "n2")
+        assert answers(lab, "n3")
+        lab.wait_states({"n2": "down*"})
+        assert asleep() == task, "Slurm cannot reach it either"
+        assert lab.states()["n3"] == "idle"
+    finally:
+        lab.heal("n2")
+    assert answers(lab, "n2", within=10.0)
+    lab.crash("n2")  # Slurm asks a node that it has set down every half minute; one that starts tells it at once
+    lab.clear()
+    step.wait(timeout=60)
+
+
+def test_a_delayed_node_answers_late_and_healing_ends_that(lab: SlurmLab) -> None:
+    def seconds() -> float:
+        began = time.monotonic()
+        assert answers(lab, "n4", within=30.0)
+        return time.monotonic() - began
+
+    lab.delay("n4", 50)
+    try:
+        assert seconds() >= 0.1  # there and back; more is the machine's load
+        lab.delay("n4", 100)
+        assert seconds() >= 0.2
+        out = lab.run_as_user(["srun", "-n1", "-w", "n4", "--mem=100M", "head", "-c", "500000", "/dev/zero"]).stdout
+        assert len(out) == 500_000, "what is late is whole"
+        lab.wait_states({"n4": "idle"})
+    finally:
+        lab.heal("n4")
+    assert lab.network is not None
+    assert slurm_processes.delaying(lab.dir, lab.network.link("n4")) == {}
+    assert [name for name in netns.left(lab.network) if name.endswith(("dn4", "en4"))] == []
+
+
+def test_nothing_of_the_network_is_left_by_a_lab_that_stops_or_is_swept() -> None:
+    with SlurmLab.start(nodes=2, isolated=True) as lab:
+        network = lab.network
+        lab.delay("n1", 50)
+        assert network is not None
+        assert len(netns.left(network)) == 7  # a bridge, two namespaces, two links, and the delay's pair
+    assert netns.left(network) == []
+    code = (
+        "import os; from rrl.tests.lab.slurm import SlurmLab; lab = SlurmLab.start(nodes=1, isolated=True)\n"
+        "print(lab.network.prefix, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    abandoned = netns.Network(done.stdout.strip(), "")
+    assert len(netns.left(abandoned)) == 3
+    with SlurmLab.start(nodes=1):
+        assert netns.left(abandoned) == []

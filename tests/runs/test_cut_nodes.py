@@ -1,0 +1,65 @@
+"""Runs on nodes that are cut off: alive, unheard, and back later. Collected where network namespaces are possible."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rrl.manager import events as ev
+from rrl.manager.cluster import NodeState
+from rrl.roles.link import FENCED_EXIT
+from rrl.spec.launch import read_exit
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, others, submit_on
+from rrl.tests.lab.slurm import SlurmLab
+
+VICTIM = ReplicaId("rollout/1")
+
+
+def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_away_when_the_link_is_back(
+    isolated_lab: SlurmLab,
+) -> None:
+    run = submit_on(isolated_lab, "cut", light_job("slurm", 100_000, spares=1))
+    before = lives(run.wait_steps(3))
+    life, pid, node = before[VICTIM]
+    step = run.state().replica(VICTIM).step
+    assert node is not None
+    assert step is not None
+    isolated_lab.delay(node, 100)
+    begun = run.state().step
+    late = lives(run.wait(lambda state: state.step > begun + 5))
+    assert late == before, "a node that is late is waited for"
+    isolated_lab.cut(node)
+    try:
+        after = run.wait_back_alone(before, VICTIM, ReplicaId(f"agent/{node}"))
+        assert after[VICTIM][2] != node
+        assert Path(f"/proc/{pid}").exists(), "nobody can have told it: it lives on behind the cut"
+    finally:
+        isolated_lab.heal(node)
+    isolated_lab.wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"{life} is not sent away")
+    assert _who_sent_it_away(run, life, node, step), (read_exit(run.run.exit_file(step)), run.events()[-100:])
+    goes_on = run.state().step
+    run.wait(lambda state: state.step > goes_on + 3)
+    kept, now = others(after, lives(run.state()), [ReplicaId(f"agent/{node}")])
+    assert now == kept, "somebody was touched by the one that came back"
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(90) == 0
+    assert run.wait_end().outcome == "cancelled"
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def _who_sent_it_away(run: TestRun, life: Life, node: str, step: str) -> str:
+    """Whom the life that came back met first; '' if nobody refused it. Its first process writes how it ended, unless
+    Slurm had set the node down already and kills what it finds there."""
+    until = time.monotonic() + 10
+    while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:
+        time.sleep(0.1)
+    said = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
+    if record is None:
+        down = [stamped for stamped in run.events() if isinstance(stamped.event, ev.NodeChanged)
+                and (stamped.event.node, stamped.event.seen.state) == (node, NodeState.DOWN)]  # fmt: skip
+        return "Slurm" if down else ""
+    if record.code == FENCED_EXIT or "is not wanted" in record.why:
+        return "the manager"
+    return "the store" if f"{life} was succeeded" in said else ""
