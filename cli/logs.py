@@ -1,84 +1,114 @@
-"""``rrl logs``: what a run's processes wrote, the ends of their logs or as it comes.
-
-A log is ``logs/<run>.<role>-<index>.<incarnation>.log``, rotated to ``.log.1``; ``...step.log`` is what the launcher of
-that step said. The manager's are submitit's. Following goes on over rotations and into new incarnations.
-"""
+"""``rrl logs``: what a run's processes wrote, merged by time: the ends of their logs, or as it comes, or what came
+before each failure. Following goes on over rotations and into new incarnations."""
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
+import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
 
-from msgspec import Struct
+import msgspec
 
-from rrl.cli.asking import BadInput, Failed, Reader, find_run
+from rrl.cli.asking import BadInput, Reader, find_run
+from rrl.cli.log_files import Log, all_logs
+from rrl.cli.log_lines import LifeTail, Line, Wanted
+from rrl.spec.loglines import STAMP, seconds_of, stamp
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, replica_id
 
 PAUSE = 0.4
 """s between two looks"""
-_CHUNK = 64 * 2**10
+NEWEST = 20
+"""lines of each log, where nothing else says how many"""
 _COLOURS = (36, 33, 32, 35, 34, 31)
+_AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d)")
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class Log(Struct, frozen=True, order=True):
-    """One log file: whose it is, and what its lines are labelled with."""
-
-    role: str
-    replica: str
-    incarnation: int
-    label: str
-    path: Path
-
-
-def logs(name: str, whose: str | None, *, follow: bool, lines: int) -> int:
+def logs(
+    name: str, whose: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
+    failed: bool, json: bool,
+) -> int:  # fmt: skip
+    wanted = _wanted(lines, since, grep)
+    if failed and follow:
+        raise BadInput("--failed tells what has happened, --follow what comes: ask for one of them")
     run = find_run(name)
+    _many_files()
+    printer = Printer(json)
+    if failed:
+        from rrl.cli.failed_logs import show_failures
+
+        return show_failures(run, whose, wanted, lines if lines is not None else NEWEST, printer)
     chosen = _chosen(run, whose)
-    if not chosen and not follow:
+    if not chosen and (not follow or (whose is not None and not _may_come(run, whose))):
         raise BadInput(_nothing(run, whose))
-    if not chosen and whose is not None and not _may_come(run, whose):
-        raise BadInput(_nothing(run, whose))
-    printer = _Printer(several=follow or len(chosen) > 1)
-    tails = {log.path: _Tail(log, printer, lines) for log in chosen}
+    printer.labelled = follow or len(chosen) > 1
+    tails = {log.path: LifeTail(log, wanted) for log in chosen}
+    printer.print(_merged({tail: tail.begin() for tail in tails.values()}))
     if follow:
         try:
-            _follow(run, whose, tails, printer)
+            _follow(run, whose, tails, wanted, printer)
         except KeyboardInterrupt:
             return 130
-    for tail in tails.values():
-        tail.close()
+    printer.print(_merged({tail: tail.close() for tail in tails.values()}))
     return 0
 
 
-# ── which files ────────────────────────────────────────────────────────────────────────────────────────────────────
-def all_logs(run: RunDir) -> list[Log]:
-    """Every log of the run that has something in it, by role, replica and incarnation."""
-    found = [log for path in run.logs.glob("*.log") if (log := _read_name(run, path))]
-    for path in [*run.submit.glob("*_log.out"), *run.submit.glob("*_log.err"), *run.submit.glob("controller.log")]:
-        kind = "manager" if path.suffix == ".log" or path.suffix == ".out" else "manager (errors)"
-        found.append(Log("manager", "manager", 0, kind, path))
-    return sorted(log for log in found if _size(log.path))
+def _follow(
+    run: RunDir, whose: str | None, tails: dict[Path, LifeTail], wanted: Wanted, printer: Printer
+) -> None:
+    """Until the run has ended; whatever was written before its last record is printed."""
+    reader = Reader(run)
+    while True:
+        state = reader.state()
+        more: dict[LifeTail, Iterator[Line]] = {}
+        for log in _chosen(run, whose):
+            if log.path not in tails:  # a new life: from its beginning
+                tails[log.path] = LifeTail(log, Wanted(None, b"", wanted.match))
+            more[tails[log.path]] = tails[log.path].more(log.copies)
+        printer.print(_merged(more))
+        if state is not None and state.outcome is not None:
+            return
+        time.sleep(PAUSE)
 
 
-def _read_name(run: RunDir, path: Path) -> Log | None:
-    name = path.name.removeprefix(f"{run.id}.").removesuffix(".log")
-    if match := re.fullmatch(r"manager\.(\d+)", name):
-        return Log("manager", "manager", int(match[1]), f"manager epoch {match[1]}", path)
-    match = re.fullmatch(r"([a-z]+)-(.+)\.(\d+)(\.step)?", name)
-    if match is None:
+# ── what is asked for ──────────────────────────────────────────────────────────────────────────────────────────────
+def _wanted(lines: int | None, since: str | None, grep: str | None) -> Wanted:
+    if lines is None and since is None and grep is None:
+        lines = NEWEST
+    return Wanted(lines, b"" if since is None else stamp(int(_moment(since) * 1e6)), _matcher(grep))
+
+
+def _matcher(grep: str | None) -> Callable[[bytes], object] | None:
+    if grep is None:
         return None
-    role, index, incarnation, launcher = match.groups()
-    life = Life(replica_id(role, index), int(incarnation))
-    return Log(role, life.replica, life.incarnation, f"{life}{' step' if launcher else ''}", path)
+    try:
+        return re.compile(grep.encode()).search
+    except re.error as error:
+        raise BadInput(f'--grep "{grep}" is no regular expression: {error}') from None
+
+
+def _moment(text: str) -> float:
+    """s since the epoch."""
+    if match := _AGO.fullmatch(text.strip()):
+        return time.time() - float(match[1]) * _UNITS[match[2]]
+    try:
+        moment = datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError, OSError):
+        moment = -1.0
+    if moment < 0:
+        right = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
+        raise BadInput(f'--since "{text}" is no time; write for example {right}')
+    return moment
 
 
 def _chosen(run: RunDir, whose: str | None) -> list[Log]:
-    return [log for log in all_logs(run) if whose is None or whose in (log.role, log.replica)]
+    return [log for log in all_logs(run) if whose is None or whose in (log.role, log.replica, log.life)]
 
 
 def _may_come(run: RunDir, whose: str) -> bool:
@@ -96,110 +126,59 @@ def _nothing(run: RunDir, whose: str | None) -> str:
     return f'{run.id} has no logs of "{whose}"; there are: {", ".join(there)}'
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def _many_files() -> None:
+    """A merge holds all its files open, and a large run has more than the 1024 that a shell usually allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-# ── what is in them ────────────────────────────────────────────────────────────────────────────────────────────────
-class _Printer:
-    """Lines to stdout, labelled where they could come from several files."""
+# ── what is shown ──────────────────────────────────────────────────────────────────────────────────────────────────
+def _merged(tails: dict[LifeTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]:
+    """By time. Of many logs those that have come since are few: the rest cost one look each."""
 
-    def __init__(self, several: bool) -> None:
-        self._several = several
+    def of(log: Log, lines: Iterator[Line]) -> Iterator[tuple[Log, Line]]:
+        return ((log, line) for line in lines)
+
+    return heapq.merge(*(of(tail.log, lines) for tail, lines in tails.items()), key=lambda one: one[1].order)
+
+
+class Printer:
+    """Lines to stdout: with their times, labelled where they could come from several logs; or as JSON, one a line."""
+
+    def __init__(self, json: bool) -> None:
+        self.json = json
+        self.labelled = False
         self._coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._colours: dict[str, int] = {}
+        self._second = b""
+        self._local = ""
 
-    def print(self, label: str, lines: Iterable[bytes]) -> None:
-        prefix = f"{self._paint(label)} | " if self._several else ""
-        for line in lines:
-            sys.stdout.write(f"{prefix}{line.decode('utf-8', 'replace')}\n")
+    def print(self, lines: Iterator[tuple[Log, Line]]) -> None:
+        for log, line in lines:
+            sys.stdout.write(self.text(log, line) + "\n")
         sys.stdout.flush()
+
+    def text(self, log: Log, line: Line) -> str:
+        text = line.text.decode("utf-8", "replace")
+        if self.json:
+            at = line.stamp.decode() or None
+            return msgspec.json.encode({"time": at, "life": log.life, "log": log.kind, "text": text}).decode()
+        time_of_day = f"{self.local(line.stamp)} " if line.stamp else ""
+        return f"{time_of_day}{self._paint(log.label)} | {text}" if self.labelled else f"{time_of_day}{text}"
+
+    def local(self, stamped: bytes) -> str:
+        """``11-20 09:00:00.123`` where we are."""
+        second = stamped[: STAMP - 8]
+        if second != self._second:
+            try:
+                moment = time.localtime(seconds_of(stamped))
+            except ValueError:  # nothing of ours wrote it
+                return second.decode()
+            self._second, self._local = second, time.strftime("%m-%d %H:%M:%S", moment)
+        return f"{self._local}.{stamped[STAMP - 7 : STAMP - 4].decode()}"
 
     def _paint(self, label: str) -> str:
         if not self._coloured:
             return label
         colour = self._colours.setdefault(label, _COLOURS[len(self._colours) % len(_COLOURS)])
         return f"\x1b[{colour}m{label}\x1b[0m"
-
-
-class _Tail:
-    """One log from its last ``lines`` lines on. The file that was opened is read to its end before its successor."""
-
-    def __init__(self, log: Log, printer: _Printer, lines: int) -> None:
-        self._log, self._printer = log, printer
-        self._rest = b""
-        self._file: BinaryIO | None = _opened(log.path)
-        if self._file is not None:
-            self._printer.print(log.label, self._last(self._file, lines))
-
-    def more(self) -> None:
-        """Print what has come since."""
-        if self._file is None:
-            self._file = _opened(self._log.path)
-        if self._file is None:
-            return
-        rotated = not _same(self._file, self._log.path)
-        self._drain(self._file)
-        if rotated and (successor := _opened(self._log.path)) is not None:
-            self._file.close()
-            self._file = successor
-            self._drain(successor)
-
-    def close(self) -> None:
-        """Print an unfinished last line."""
-        if self._rest:
-            self._printer.print(self._log.label, [self._rest])
-            self._rest = b""
-        if self._file is not None:
-            self._file.close()
-
-    def _drain(self, file: BinaryIO) -> None:
-        while data := file.read(_CHUNK):
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._printer.print(self._log.label, lines)
-
-    def _last(self, file: BinaryIO, count: int) -> list[bytes]:
-        """The last ``count`` lines, read from the end; an unfinished one is kept for later."""
-        at = file.seek(0, os.SEEK_END)
-        data = b""
-        while at and data.count(b"\n") <= count:
-            step = min(_CHUNK, at)
-            at = file.seek(at - step)
-            data = file.read(step) + data
-        file.seek(0, os.SEEK_END)
-        *lines, self._rest = data.split(b"\n")
-        return lines[-count:] if count else []
-
-
-def _opened(path: Path) -> BinaryIO | None:
-    try:
-        return path.open("rb")
-    except FileNotFoundError:  # rotated away at this moment, or not there yet
-        return None
-    except OSError as error:
-        raise Failed(f"{path}: {error.strerror}") from None
-
-
-def _same(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return True  # no successor yet
-
-
-def _follow(run: RunDir, whose: str | None, tails: dict[Path, _Tail], printer: _Printer) -> None:
-    """Until the run has ended; whatever was written before its last record is printed."""
-    reader = Reader(run)
-    while True:
-        state = reader.state()
-        for log in _chosen(run, whose):
-            if log.path not in tails:
-                tails[log.path] = _Tail(log, printer, sys.maxsize)  # a new life: from its beginning
-        for tail in tails.values():
-            tail.more()
-        if state is not None and state.outcome is not None:
-            return
-        time.sleep(PAUSE)

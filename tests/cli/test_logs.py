@@ -1,20 +1,27 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rrl.cli import app
-from rrl.cli.logs import all_logs
+from rrl.cli.log_files import all_logs
+from rrl.cli.log_lines import LifeTail, Wanted
 from rrl.manager.journal import Journal
+from rrl.spec.loglines import missing, stamp
 from rrl.spec.rundir import RUNS_ENV, RunDir
 from rrl.spec.words import Outcome
 from rrl.tests.cli.story import Story, completed
 from rrl.tests.cli.waiting import Output, eventually
 
 RUN = "small-7"
+NOON = 1_605_873_600_000_000
+"""µs; 2020-11-20T12:00:00Z"""
 
 
 @pytest.fixture
@@ -28,6 +35,26 @@ def write(run: RunDir, tag: str, *lines: str) -> Path:
     with path.open("a") as file:
         file.writelines(f"{line}\n" for line in lines)
     return path
+
+
+def at(second: float, text: str) -> str:
+    """A line as a step writes it."""
+    return f"{stamp(NOON + int(second * 1e6)).decode()} {text}"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Lines of ``rrl logs``, without the date."""
+    assert app.run(["logs", RUN, *arguments]) == 0
+    return [line[6:] if line.startswith("11-20 ") else line for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
 
 
 def test_one_log_is_shown_bare_and_several_with_their_lives(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +74,9 @@ def test_one_log_is_shown_bare_and_several_with_their_lives(run: RunDir, capsys:
 def test_every_kind_of_log_file_is_told_apart(run: RunDir) -> None:
     for tag in ("rollout-10.1", "rollout-9.1", "agent-gpu-node.site.org.2", "rollout-9.1.step"):
         write(run, tag, "x")
+    for name in ("rollout-9.1.step.log.0", "rollout-9.1.step.log.srun", "rollout-9.1.log.1", "rollout-9.1.log.2",
+                 "rollout-10.1.shipped-1.log", "rollout-10.1.shipped-1.log.1", "trainer-0.3.shipped-12.log"):
+        (run.logs / f"{RUN}.{name}").write_text("x\n")
     (run.logs / "manager.3.log").write_text("x\n")
     (run.submit / "123_0_log.out").write_text("x\n")
     (run.submit / "123_0_log.err").write_text("x\n")
@@ -54,10 +84,116 @@ def test_every_kind_of_log_file_is_told_apart(run: RunDir) -> None:
     (run.logs / "notes.txt").write_text("x\n")
     assert {(log.role, log.replica, log.label) for log in all_logs(run)} == {
         ("rollout", "rollout/10", "rollout/10#1"), ("rollout", "rollout/9", "rollout/9#1"),
-        ("rollout", "rollout/9", "rollout/9#1 step"), ("agent", "agent/gpu-node.site.org", "agent/gpu-node.site.org#2"),
+        ("rollout", "rollout/9", "rollout/9#1 step"), ("rollout", "rollout/9", "rollout/9#1 srun"),
+        ("trainer", "trainer/0", "trainer/0#3"), ("agent", "agent/gpu-node.site.org", "agent/gpu-node.site.org#2"),
         ("manager", "manager", "manager epoch 3"), ("manager", "manager", "manager"),
         ("manager", "manager", "manager (errors)"),
     }  # fmt: skip
+
+
+def test_logs_are_merged_by_time(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+    write(run, "rollout-0.1", at(1, "one"), at(4, "four"))
+    write(run, "rollout-0.2", at(5, "five"))
+    write(run, "trainer-0.1", at(2, "two"), at(3, "three"), at(6, "six"))
+    assert shown(capsys) == [
+        "12:00:01.000 rollout/0#1 | one", "12:00:02.000 trainer/0#1 | two", "12:00:03.000 trainer/0#1 | three",
+        "12:00:04.000 rollout/0#1 | four", "12:00:05.000 rollout/0#2 | five", "12:00:06.000 trainer/0#1 | six",
+    ]  # fmt: skip
+    assert shown(capsys, "rollout/0#1") == ["12:00:01.000 one", "12:00:04.000 four"]
+    assert shown(capsys, "-n", "1") == [
+        "12:00:04.000 rollout/0#1 | four", "12:00:05.000 rollout/0#2 | five", "12:00:06.000 trainer/0#1 | six",
+    ]  # fmt: skip
+
+
+def test_rotated_files_belong_to_their_log(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+    path = write(run, "rollout-0.1", at(1, "a"), at(2, "b"))
+    os.replace(path, f"{path}.2")
+    os.replace(write(run, "rollout-0.1", at(3, "c")), f"{path}.1")
+    write(run, "rollout-0.1", at(4, "d"))
+    assert [line[-1] for line in shown(capsys, "rollout/0")] == ["a", "b", "c", "d"]
+    assert [line[-1] for line in shown(capsys, "rollout/0", "-n", "3")] == ["b", "c", "d"]
+    assert [line[-1] for line in shown(capsys, "rollout/0", "-n", "1")] == ["d"]
+    assert [line[-1] for line in shown(capsys, "rollout/0", "--grep", "[ac]")] == ["a", "c"]
+    assert [line[-1] for line in shown(capsys, "rollout/0", "--grep", "[ac]", "-n", "1")] == ["c"]
+
+
+def test_a_line_that_a_manager_kept_too_is_shown_once(
+    run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
+) -> None:
+    gap = missing(99).decode()
+    write(run, "rollout-0.1", at(1, "a"), at(2, "b"), at(3, "c"), at(5, gap), at(6, "torn"), at(7, "h"))
+    write(run, "rollout-0.1.shipped-1", at(2, gap), at(3, "c"), at(4, "d"), at(5, "e"))
+    write(run, "rollout-0.1.shipped-2", at(5, "e"), at(6, "torn no more"), at(8, "i"))
+    words = ["a", "b", "c", "d", "e", "torn no more", "h", "i"]
+    assert [line.split(" ", 1)[1] for line in shown(capsys, "rollout/0")] == words
+    for count in range(len(words)):
+        assert [line.split(" ", 1)[1] for line in shown(capsys, "rollout/0", "-n", str(count))] == words[8 - count :]
+
+
+def test_what_is_nowhere_is_said_to_be_missing(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+    write(run, "rollout-0.1.shipped-1", at(2, missing(99).decode()), at(3, "c"))
+    assert shown(capsys, "rollout/0") == ["12:00:02.000 [rrl: 99 bytes of this log are missing here]", "12:00:03.000 c"]
+
+
+def test_since_takes_times_and_spans(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
+    now = time.time() - NOON / 1e6
+    write(run, "rollout-0.1", *(at(n, f"old {n}") for n in range(100)), at(now - 300, "lately"))
+    assert [line.split()[-1] for line in shown(capsys, "--since", "10m")] == ["lately"]
+    assert shown(capsys, "--since", "60s") == []
+    since = shown(capsys, "rollout/0", "--since", "2020-11-20T12:01:38Z")
+    assert [line.split(" ", 1)[1][-6:] for line in since] == ["old 98", "old 99", "lately"]
+    assert len(shown(capsys, "--since", "2020-11-20 12:00")) == 101, "all of them, not the newest 20"
+    assert len(shown(capsys, "--since", "2020-11-20 12:00", "-n", "7")) == 7
+    assert len(shown(capsys, "--since", "2020-11-20T14:00+02:00")) == 101
+
+
+@pytest.mark.parametrize("since", ["yesterday", "10", "10 parsecs", "2026-13-01", "", "0001-01-01"])
+def test_a_time_that_is_none_is_one_line(run: RunDir, capsys: pytest.CaptureFixture[str], since: str) -> None:
+    assert app.run(["logs", RUN, "--since", since]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f'rrl: --since "{since}" is no time; write for example ')
+    assert told.count("\n") == 1
+
+
+def test_grep_shows_the_lines_in_which_it_is_found(
+    run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
+) -> None:
+    write(run, "rollout-0.1", *(at(n, f"step {n} loss {n / 7:.3f}") for n in range(50)), at(60, "CUDA out of memory"))
+    assert shown(capsys, "--grep", "(?i)out of MEMORY|^step 1 ") == [
+        "12:00:01.000 step 1 loss 0.143", "12:01:00.000 CUDA out of memory",
+    ]  # fmt: skip
+    assert app.run(["logs", RUN, "--grep", "(unclosed"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith('rrl: --grep "(unclosed" is no regular expression: ')
+    assert told.count("\n") == 1
+
+
+def test_programs_get_an_object_a_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run, "rollout-0.1", at(1, 'say "hi"'))
+    write(run, "rollout-0.1.step", "no time")
+    (run.submit / "1_0_log.out").write_text("managing\n")
+    assert app.run(["logs", RUN, "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(told, key=lambda one: str(one["log"])) == [
+        {"time": None, "life": "rollout/0#1", "log": "launcher", "text": "no time"},
+        {"time": None, "life": "manager", "log": "manager", "text": "managing"},
+        {"time": "2020-11-20T12:00:01.000000Z", "life": "rollout/0#1", "log": "role", "text": 'say "hi"'},
+    ]
+
+
+def test_a_log_of_any_size_is_read_from_where_it_is_wanted(run: RunDir) -> None:
+    path = run.log_file(f"{RUN}.rollout-0.1")
+    with path.open("wb") as file:
+        file.truncate(40 * 2**30)  # zeros without a line end, and without a block on the disk
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + b"".join(at(n, "x" * 100).encode() + b"\n" for n in range(3000)))
+    [log] = all_logs(run)
+    tail = LifeTail(log, Wanted(2500))
+    assert sum(1 for _ in tail.begin()) == 2500
+    since = LifeTail(log, Wanted(None, stamp(NOON + 1_000_000)))
+    assert sum(1 for _ in since.begin()) == 2999
+    for one in (tail, since):
+        assert list(one.close()) == []
 
 
 def test_only_the_newest_lines_are_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,15 +251,42 @@ def test_following_goes_on_over_rotation_and_new_lives_until_the_run_ends(
         file.write("line\n")
     eventually(lambda: output.lines[4:] == ["rollout/0#1 | half a line"])
     write(run, "rollout-0.2", "its last word")
+    finish(story, run)
+    following.join(timeout=30)
+    assert not following.is_alive()
+    assert output.lines[5:] == ["rollout/0#2 | its last word"]
+
+
+def test_following_shows_a_kept_line_once_and_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, utc: None
+) -> None:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    story = Story(RUN).works()
+    run = story.written(tmp_path)
+    write(run, "rollout-0.1", at(1, "a"))
+    output = Output(monkeypatch)
+    following = threading.Thread(target=app.run, args=(["logs", RUN, "-f", "--grep", "^[a-z]$"],), daemon=True)
+    following.start()
+    eventually(lambda: len(output.lines) == 1)
+    write(run, "rollout-0.1.shipped-1", at(1, "a"), at(2, "b"), at(3, "c"), at(3.5, "not this"))
+    eventually(lambda: len(output.lines) == 3)
+    write(run, "rollout-0.1", at(2, "b"), at(3, "c"), at(4, "d"))
+    eventually(lambda: len(output.lines) == 4)
+    write(run, "rollout-0.1.shipped-2", at(4, "d"), at(5, "e"))
+    eventually(lambda: len(output.lines) == 5)
+    finish(story, run)
+    following.join(timeout=30)
+    assert [line[19:] for line in output.lines] == [f"rollout/0#1 | {word}" for word in "abcde"]
+
+
+def finish(story: Story, run: RunDir) -> None:
+    """The run ends, and its manager says so."""
     told = len(story.stamped)
     story.ends(Outcome.COMPLETED, "all steps are done")
     journal = Journal(run, 2)
     for stamped in story.stamped[told:]:
         journal.append(stamped)
     journal.close()
-    following.join(timeout=30)
-    assert not following.is_alive()
-    assert output.lines[5:] == ["rollout/0#2 | its last word"]
 
 
 def test_following_a_run_that_has_ended_shows_its_logs_and_leaves(

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from rrl.roles.logs import RotatingLog
+import pytest
+
+from rrl.roles.logs import HELD, LINE_BYTES, Limiter, RotatingLog, Stamper
+from rrl.spec.loglines import STAMP, seconds_of, stamp, stamp_of
 
 
 class Clock:
@@ -12,12 +16,25 @@ class Clock:
         return self.now
 
 
+class Nanos:
+    now = 1_800_000_000_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def texts(lines: bytes) -> list[bytes]:
+    assert not lines or lines.endswith(b"\n")
+    return [line[STAMP + 1 :] for line in lines.splitlines()]
+
+
+# ── the file ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_full_file_is_rotated_and_the_oldest_goes(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     log = RotatingLog(path, file_bytes=10, files=3)
     for n in range(5):
-        log.write(b"line %d..\n" % n)
-    log.close()
+        log.append(b"line %d..\n" % n)
+    assert log.close()
     assert path.read_bytes() == b"line 4..\n"
     assert (tmp_path / "a.log.1").read_bytes() == b"line 3..\n"
     assert (tmp_path / "a.log.2").read_bytes() == b"line 2..\n"
@@ -28,37 +45,132 @@ def test_a_log_goes_on_where_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     for text in (b"one\n", b"two\n"):
         log = RotatingLog(path, file_bytes=100)
-        log.write(text)
+        log.append(text)
         log.close()
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def test_what_exceeds_the_rate_is_dropped_by_lines_and_counted(tmp_path: Path) -> None:
-    clock = Clock()
-    log = RotatingLog(tmp_path / "a.log", rate=10, burst=10, clock=clock)
-    log.write(b"first\nsecond\nthi")
-    log.write(b"rd\nfourth\n")
-    assert log.dropped == len(b"second\nthird\nfourth\n")
-    clock.now = 1.0
-    log.write(b"fifth\n")
+def test_a_disk_that_refuses_is_said_so_and_tried_again(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    log = RotatingLog(folder / "a.log")
+    assert log.append(b"again\n") == 0
+    folder.mkdir()
+    assert log.append(b"again\n") == 6
     log.close()
-    assert (tmp_path / "a.log").read_text().splitlines() == [
-        "first", "[rrl: 20 bytes of this log were dropped here]", "fifth",
+    assert (folder / "a.log").read_bytes() == b"again\n"
+
+
+def test_a_full_disk_is_no_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "a.log").symlink_to("/dev/full")
+    log = RotatingLog(tmp_path / "a.log")
+    assert log.append(b"x\n") == 0
+    assert log.close()  # nothing was taken that could be lost
+
+
+# ── the rate ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_what_exceeds_the_rate_is_dropped_by_lines_and_counted() -> None:
+    clock = Clock()
+    limiter = Limiter(rate=40, burst=40, clock=clock)
+    assert limiter.admit(b"first\nsecond\nthi") == b"first\n"
+    assert limiter.admit(b"rd\nfourth\n") == b""
+    assert limiter.dropped == len(b"second\nthird\nfourth\n")
+    clock.now = 1.0
+    assert limiter.admit(b"fifth\n") == b"fifth\n"
+    assert limiter.dropped == len(b"second\nthird\nfourth\n")
+
+
+def test_the_rest_of_a_line_that_was_dropped_goes_with_it() -> None:
+    clock = Clock()
+    limiter = Limiter(rate=100, burst=100, clock=clock)
+    assert limiter.admit(b"x" * 101) == b""
+    clock.now = 10.0
+    assert limiter.admit(b"its rest\nnext\n") == b"next\n"
+    assert limiter.dropped == 101 + len(b"its rest\n")
+
+
+def test_after_a_flood_whole_stretches_come_and_not_single_lines() -> None:
+    clock = Clock()
+    limiter = Limiter(rate=1000, burst=16_000, clock=clock)
+    line = b"." * (99 - STAMP - 1) + b"\n"
+    assert len(limiter.admit(line * 1000)) < 16_000
+    clock.now = 0.9
+    assert limiter.admit(line) == b""
+    clock.now = 1.1
+    assert limiter.admit(line * 5) == line * 5
+
+
+def test_short_lines_count_with_their_times() -> None:
+    limiter = Limiter(rate=0, burst=10 * (STAMP + 2), clock=Clock())
+    assert limiter.admit(b"\n" * 1000).count(b"\n") in (9, 10)
+
+
+# ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_every_line_gets_a_time_of_its_own_that_never_goes_back() -> None:
+    clock = Nanos()
+    stamper = Stamper(clock)
+    lines = stamper.take(b"a\nb\n").splitlines()
+    clock.now -= 3_600_000_000_000
+    lines += stamper.take(b"c\n").splitlines()
+    clock.now += 7_200_000_000_000
+    lines += stamper.take(b"d\n").splitlines()
+    times = [stamp_of(line) for line in lines]
+    assert times == sorted(set(times))
+    assert times[0] == b"2027-01-15T08:00:00.000000Z" == stamp(1_800_000_000_000_000)
+    assert seconds_of(times[3]) - seconds_of(times[0]) == pytest.approx(3600, abs=0.001)
+    assert texts(b"".join(line + b"\n" for line in lines)) == [b"a", b"b", b"c", b"d"]
+
+
+def test_times_go_on_over_the_second() -> None:
+    clock = Nanos()
+    clock.now += 999_999_000
+    assert [line[:STAMP] for line in Stamper(clock).take(b"a\nb\n").splitlines()] == [
+        b"2027-01-15T08:00:00.999999Z", b"2027-01-15T08:00:01.000000Z",
     ]  # fmt: skip
 
 
-def test_a_flood_that_nothing_follows_is_still_counted(tmp_path: Path) -> None:
-    log = RotatingLog(tmp_path / "a.log", rate=0, burst=4)
-    log.write(b"x" * 1000)
-    log.close()
-    assert (tmp_path / "a.log").read_text() == "[rrl: 1000 bytes of this log were dropped here]\n"
+def test_a_line_that_comes_in_pieces_is_one_line() -> None:
+    stamper = Stamper()
+    assert stamper.take(b"one ") == stamper.take(b"two ") == b""
+    assert texts(stamper.take(b"three\nrest")) == [b"one two three"]
+    assert texts(stamper.flush()) == [b"rest"]
+    assert stamper.flush() == b""
 
 
-def test_a_log_that_cannot_be_written_costs_its_lines_only(tmp_path: Path) -> None:
-    folder = tmp_path / "later"
-    log = RotatingLog(folder / "a.log")
-    log.write(b"lost\n")
-    folder.mkdir()
-    log.write(b"kept\n")
-    log.close()
-    assert (folder / "a.log").read_text() == "[rrl: 5 bytes of this log were dropped here]\nkept\n"
+def test_an_unfinished_line_is_held_for_a_bounded_time_only() -> None:
+    stamper = Stamper()
+    assert stamper.due(0.0) is None
+    stamper.take(b"Password: ", 10.0)
+    stamper.take(b"more", 10.5)
+    assert stamper.due(10.5) == pytest.approx(HELD - 0.5)
+    assert stamper.due(99.0) == 0.0
+    assert texts(stamper.flush()) == [b"Password: more"]
+    assert stamper.due(99.0) is None
+    assert texts(stamper.take(b"\nnext\n")) == [b"next"], "its newline alone is no line"
+    assert texts(stamper.take(b"\n")) == [b""], "an empty line is one"
+
+
+def test_of_a_progress_bar_the_newest_state_is_kept() -> None:
+    stamper = Stamper()
+    assert stamper.take(b"\r  1%\r  2%") == b""
+    assert stamper.take(b"\r  3%\r") == b""
+    assert texts(stamper.flush()) == [b"  3%"]
+    assert texts(stamper.take(b" 99%\r100%\r\nwindows\r\n")) == [b"100%", b"windows"]
+
+
+def test_a_line_without_an_end_becomes_several() -> None:
+    stamper = Stamper()
+    pieces = texts(stamper.take(b"x" * (2 * LINE_BYTES + 5)))
+    assert [len(piece) for piece in pieces] == [LINE_BYTES, LINE_BYTES, 5]
+    assert texts(stamper.take(b"y\n")) == [b"y"]
+
+
+def test_a_gap_stands_between_what_was_before_and_after_it() -> None:
+    stamper = Stamper()
+    stamper.take(b"half a")
+    assert texts(stamper.gap(17)) == [b"half a", b"[rrl: 17 bytes of this log are missing here]"]
+    assert texts(stamper.take(b"\n")) == [b""]
+
+
+def test_bytes_that_are_no_text_pass_unchanged() -> None:
+    raw = os.urandom(1000).replace(b"\n", b"").replace(b"\r", b"")
+    assert texts(Stamper().take(raw + b"\n")) == [raw]

@@ -1,0 +1,163 @@
+"""Where lives tell the newest lines of their logs: a thread and a socket beside the manager's loop, so that neither a
+flood of lines nor a disk that hangs delays a beat."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from rrl.manager import events as ev
+from rrl.manager import log_copies
+from rrl.manager.actions import Fence
+from rrl.manager.log_copies import Copies
+from rrl.manager.state import State
+from rrl.spec.rundir import RunDir, write_atomically
+from rrl.spec.words import Life
+from rrl.transport.control import Address, Listener
+from rrl.transport.keys import RunKeys
+from rrl.transport.logs import LOGS, Lines, Taken
+
+LOOK = 0.5
+"""s between two looks at copies that are due"""
+MESSAGES = 1000
+"""taken per s; one of 8 KiB costs 0.14 ms of a core (measured), and this thread shares its interpreter with the
+manager's loop. Beyond it lives wait for their answers, and tell their newest lines when it is their turn"""
+_AT_ONCE = 100
+"""messages that may be taken before that counts"""
+_LOOK_LEAVING = 0.02
+_CLOSE = 5.0
+"""s for the last copies to be written when the manager leaves: storage may hang"""
+
+
+class LogCollector:
+    """``copies`` belongs to the collector's thread; so does all I/O."""
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self._loop = asyncio.new_event_loop()
+        self._leaving = asyncio.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    async def open(
+        cls, run: RunDir, keys: RunKeys, epoch: int, host: str, state: Callable[[], State | None]
+    ) -> LogCollector:
+        """Listen on a free port of ``host`` and say so in the run directory. ``state`` is called from another thread.
+
+        Raises what :meth:`rrl.transport.control.Listener.open` raises."""
+        collector = cls(Copies(run, epoch, lambda life: _believed(state(), life)))
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[None] = loop.create_future()
+
+        def tell(error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # nobody waits any more
+                loop.call_soon_threadsafe(_settle, opened, error)
+
+        collector._thread = threading.Thread(
+            target=collector._run, args=(run, keys, epoch, host, tell), name="log collector", daemon=True
+        )
+        collector._thread.start()
+        await opened
+        return collector
+
+    def notice(self, event: ev.Event) -> None:
+        """A life that ended or is no longer believed: its newest lines are kept."""
+        if isinstance(event, ev.StepEnded):
+            self._call(self._keep, event.life)
+        elif isinstance(event, ev.Decided) and isinstance(event.action, Fence):
+            self._call(self._keep, event.action.life)
+
+    async def close(self) -> None:
+        """Write what is due, and listen no more. Repeatable."""
+        self._call(self._leaving.set)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _CLOSE)
+
+    def _call(self, what: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    # ── in its thread ──────────────────────────────────────────────────────────────────────────────────────────────
+    def _run(
+        self, run: RunDir, keys: RunKeys, epoch: int, host: str, tell: Callable[[BaseException | None], None]
+    ) -> None:
+        try:
+            self._loop.run_until_complete(self._listen(run, keys, epoch, host, tell))
+        except Exception as error:
+            tell(error)
+            print(f"rrl: logs are no longer collected: {error!r}", file=sys.stderr, flush=True)
+        finally:
+            self._loop.close()
+
+    async def _listen(
+        self, run: RunDir, keys: RunKeys, epoch: int, host: str, tell: Callable[[BaseException | None], None]
+    ) -> None:
+        listener = await Listener.open(keys, Lines, epoch=epoch, host=host, bounds=LOGS)
+        try:
+            tell(None)
+            taking = asyncio.create_task(self._take(listener))
+            writing = asyncio.create_task(self._write(run, listener.address))
+            leaving = asyncio.create_task(self._leave())
+            done, left = await asyncio.wait((taking, writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            self.copies.write_all_due()
+            for task in done:
+                task.result()
+        finally:
+            await listener.close()
+
+    async def _take(self, listener: Listener) -> None:
+        free_at = 0.0
+        while True:
+            incoming = await listener.receive()
+            now = self._loop.time()
+            self.copies.take(incoming.message, now)
+            await listener.send(incoming.peer, Taken(), incoming.ask)
+            free_at = max(now, free_at) + 1 / MESSAGES
+            if (wait := free_at - now - _AT_ONCE / MESSAGES) > 0:
+                await asyncio.sleep(wait)
+
+    async def _leave(self) -> None:
+        """Once we are to leave and those that have just ended have had time for their last word."""
+        await self._leaving.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(log_copies.LAST_WORD):
+                while self.copies.due:
+                    await asyncio.sleep(_LOOK_LEAVING)
+
+    async def _write(self, run: RunDir, address: Address) -> None:
+        """Where we listen, as soon as there is room for it; and what is due."""
+        said = False
+        while True:
+            if not said:
+                with contextlib.suppress(OSError):
+                    write_atomically(run.collector, msgspec.json.encode(address))
+                    said = True
+            await asyncio.sleep(LOOK)
+            self.copies.write_due(self._loop.time())
+
+    def _keep(self, life: Life) -> None:
+        self.copies.keep(life, self._loop.time())
+
+
+def _believed(state: State | None, life: Life) -> bool | None:
+    replica = None if state is None else state.replicas.get(life.replica)
+    if state is None or replica is None or not 0 < life.incarnation <= replica.incarnation:
+        return None
+    return state.believed(life)
+
+
+def _settle(opened: asyncio.Future[None], error: BaseException | None) -> None:
+    if opened.done():
+        return
+    if error is None:
+        opened.set_result(None)
+    else:
+        opened.set_exception(error)

@@ -1,0 +1,119 @@
+"""From a role's output to its log file and to the manager. The role never waits: it writes into a pipe that one thread
+empties whatever becomes of the file, which another thread writes, and of the manager, which a third tells.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from rrl.roles.logs import Limiter, RotatingLog, Stamper
+from rrl.transport.logs import Backlog
+
+WAITING_BYTES = 4 * 2**20
+"""lines kept for a file that cannot be written; then the oldest go"""
+STUCK = 2.0
+"""s without a write that ends well, though there are lines: then the manager is asked to write them"""
+RETRY = 1.0
+"""s between two tries at a disk that refused"""
+_READ = 64 * 2**10
+_WRITE = 256 * 2**10
+
+
+class LogPump:
+    """Empties the pipe ``fd`` into ``log`` and into ``tail``, in threads of its own; closes both. ``news``, which must
+    neither wait nor raise, is called when there is something to be told."""
+
+    def __init__(self, fd: int, log: RotatingLog, tail: Backlog, news: Callable[[], None]) -> None:
+        self._fd, self._log, self._tail, self._news = fd, log, tail, news
+        self._waiting = Backlog(WAITING_BYTES)
+        self._more = threading.Event()
+        self._ended = False
+        self._closing = threading.Event()
+        self._busy_since: float | None = None
+        self._saved = False
+        self._reader = threading.Thread(target=self._read, name="log reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="log writer", daemon=True)
+
+    def start(self) -> None:
+        self._reader.start()
+        self._writer.start()
+
+    @property
+    def busy(self) -> bool:
+        """There are lines that the file lacks."""
+        return self._busy_since is not None or not self._waiting.empty
+
+    @property
+    def stuck(self) -> bool:
+        """The file cannot be written now."""
+        since = self._busy_since
+        return since is not None and time.monotonic() - since > STUCK
+
+    def finish(self, within: float) -> bool:
+        """Wait up to so many s for the pipe's end and the file's last line; what comes later is not kept. True when the
+        file has everything that was read, on its disk."""
+        by = time.monotonic() + within
+        self._reader.join(within)
+        self._closing.set()
+        self._more.set()
+        self._writer.join(max(0.0, by - time.monotonic()))
+        return self._saved and not self.busy
+
+    # ── threads ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _read(self) -> None:
+        limiter, stamper = Limiter(), Stamper()
+        told = 0
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        try:
+            while True:
+                due = stamper.due(time.monotonic())
+                if due == 0.0 or not poller.poll(None if due is None else due * 1000 + 1):
+                    self._put(stamper.flush())
+                    continue
+                if not (data := os.read(self._fd, _READ)):
+                    break
+                if allowed := limiter.admit(data):
+                    if limiter.dropped > told:
+                        count, told = limiter.dropped - told, limiter.dropped
+                        self._put(stamper.gap(count))
+                    self._put(stamper.take(allowed, time.monotonic()))
+            last = stamper.gap(limiter.dropped - told) if limiter.dropped > told else stamper.flush()
+            self._put(last)
+        finally:
+            os.close(self._fd)
+            self._ended = True
+            self._more.set()
+
+    def _put(self, lines: bytes) -> None:
+        if lines:
+            self._waiting.put(lines)
+            self._tail.put(lines)
+            self._more.set()
+            self._news()
+
+    def _write(self) -> None:
+        hand = b""
+        while True:
+            self._more.clear()
+            over = self._ended or self._closing.is_set()
+            if self._busy_since is None and not self._waiting.empty:  # before it is taken: busy without a gap
+                self._busy_since = time.monotonic()
+            hand = hand or self._waiting.take(_WRITE)
+            if hand:
+                hand = hand[self._log.append(hand) :]
+                if not hand:
+                    self._busy_since = None
+                elif self._closing.is_set():
+                    return
+                else:
+                    self._closing.wait(RETRY)
+            elif over:
+                self._saved = self._log.close()
+                return
+            else:
+                self._more.wait()

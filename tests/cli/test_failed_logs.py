@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.cli import app
+from rrl.cli.failures import Failure, failures
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Rung, StopStep, Why
+from rrl.spec.loglines import stamp
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import Cause, Evidence, Finding, Outcome, Remedy, Verdict
+from rrl.tests.cli.story import BEGAN, Story
+
+RUN = "small-7"
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def written(story: Story, root: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv(RUNS_ENV, str(root))
+    return story.written(root)
+
+
+def write(run: RunDir, name: str, *lines: tuple[float, str]) -> None:
+    """Lines with their times, s since the story began."""
+    with (run.logs / f"{RUN}.{name}").open("w") as file:
+        file.writelines(f"{stamp(int((BEGAN + at) * 1e6)).decode()} {text}\n" for at, text in lines)
+
+
+def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(RUN).works()
+    at = story.at
+    run = written(story.recovers("rollout/0"), tmp_path, monkeypatch)
+    write(run, "rollout-0.1.log", *((n, f"line {n}") for n in range(40)))
+    write(run, "rollout-0.1.shipped-1.log", (40, "torch.OutOfMemoryError: CUDA out of memory"))
+    write(run, "rollout-0.2.log", (50, "well"))
+    write(run, "rollout-1.1.log", (50, "well"))
+    assert app.run(["logs", RUN, "--failed", "-n", "2"]) == 0
+    assert at == 43
+    assert capsys.readouterr().out == """\
+01-15 08:00:43.000 rollout/0#1 on n3 failed
+    its step ended: signal 9 (SIGKILL), signalled
+    exit_record: step: its step ended by signal 9 (SIGKILL)
+    exit_record: step: killed by signal 9
+  | 01-15 08:00:39.000 line 39
+  | 01-15 08:00:40.000 torch.OutOfMemoryError: CUDA out of memory
+    then: restart in place; rollout/0#2 was at work 4.8 s later
+
+"""
+    assert app.run(["logs", RUN, "rollout/1", "--failed"]) == 0
+    assert capsys.readouterr().out == "nothing of rollout/1 has failed\n"
+    assert app.run(["logs", RUN, "rollout/0", "--failed", "--json", "--grep", "memory"]) == 0
+    [told] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (told["life"], told["node"], told["rung"], told["back"]) == (
+        "rollout/0#1", "n3", "restart in place", "rollout/0#2",
+    )  # fmt: skip
+    assert [line["text"] for line in told["lines"]] == ["torch.OutOfMemoryError: CUDA out of memory"]
+    assert app.run(["logs", RUN, "--failed", "--since", "2027-01-15T08:00:44"]) == 0
+    assert capsys.readouterr().out == "nothing has failed since then\n"
+
+
+def test_of_a_life_that_never_spoke_its_launcher_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(RUN).asks_for_nodes().gets_nodes().launches("rollout/0")
+    step = story.told().replica(story.life("rollout/0").replica).step or ""
+    run = written(story.tell(ev.Done(step, False, "srun: refused")), tmp_path, monkeypatch)
+    (run.logs / f"{RUN}.rollout-0.1.step.log.srun").write_text("srun: error: Unable to create step: Invalid gres\n")
+    assert app.run(["logs", RUN, "--failed"]) == 0
+    assert capsys.readouterr().out == """\
+01-15 08:00:00.000 rollout/0#1 on n3 failed
+    not launched: srun: refused
+    it never spoke; its launcher said:
+  rollout/0#1 srun | srun: error: Unable to create step: Invalid gres
+
+"""
+
+
+def test_of_a_life_that_went_on_the_lines_before_its_finding_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(RUN).works()
+    finding = Finding(
+        "stalled", Verdict.FAIL, Cause.HANG, Remedy.RESTART, story.now,
+        (Evidence("manager", "no token for 300 s", story.now),), life=story.life("rollout/0"),
+    )  # fmt: skip
+    story.tell(ev.FindingChanged(finding))
+    run = written(story, tmp_path, monkeypatch)
+    write(run, "rollout-0.1.log", (1, "long ago"), (story.at, "stuck"), (story.at + 100, "moves again"))
+    assert app.run(["logs", RUN, "--failed", "-n", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "| 01-15 08:00:43.000 stuck\n" in out
+    assert "moves again" not in out
+    assert "    it went on\n" in out
+
+
+def test_following_failures_makes_no_sense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(Story(RUN).works(), tmp_path, monkeypatch)
+    assert app.run(["logs", RUN, "--failed", "-f"]) == 2
+    assert capsys.readouterr().err == (
+        "rrl: --failed tells what has happened, --follow what comes: ask for one of them\n"
+    )
+
+
+# ── the account ────────────────────────────────────────────────────────────────────────────────────────────────────
+def found(story: Story) -> list[Failure]:
+    return failures(story.stamped)
+
+
+def test_what_was_asked_to_end_has_not_failed() -> None:
+    story = Story(RUN).works()
+    life, step = story.life("rollout/0"), "x"
+    story.tell(ev.Intended(StopStep(step, life, 1.0, Why(("one too many",)))))
+    story.tell(ev.StepEnded(life, step, None, 15, "signalled"))
+    story.tell(ev.StepEnded(story.life("rollout/1"), step, 0, None, "exited"))
+    assert found(story) == []
+    story.ends(Outcome.COMPLETED, "all steps are done")
+    story.tell(ev.StepEnded(story.life("trainer/0"), step, 1, None, "exited"))
+    assert found(story) == []
+
+
+def test_a_lost_node_and_the_lives_on_it_have_failed() -> None:
+    story = Story(RUN).works().wait(7).loses_node("n3")
+    why = Why(("n3 is excluded: node_lost: silent",), Rung.SPARE)
+    story.wait(1).tell(ev.Decided(Fence(story.life("rollout/0"), Rung.SPARE, why)))
+    node, life = found(story)
+    assert (node.node, node.life) == ("n3", None)
+    assert node.told == ("node_lost: manager: agent and all replicas silent for 10 s",)
+    assert (life.life, life.node, life.told, life.rung) == (
+        story.life("rollout/0"), "n3", ("n3 is excluded: node_lost: silent",), "spare node",
+    )  # fmt: skip
+    assert (life.over, life.back) == (True, None)
+
+
+def test_an_injected_failure_is_told_from_a_real_one() -> None:
+    story = Story(RUN).works()
+    story.tell(ev.FaultInjected("f1", story.life("rollout/0"), True))
+    story.tell(ev.FaultInjected("f2", story.life("rollout/1"), False, "no such step"))
+    for replica in ("rollout/0", "rollout/1"):
+        story.tell(ev.StepEnded(story.life(replica), "x", 1, None, "exited"))
+    assert [failure.injected for failure in found(story)] == [True, False]
+
+
+def test_a_life_that_never_came_back_has_nobody_in_its_place() -> None:
+    story = Story(RUN).works()
+    story.loses("rollout/0")
+    story.fences("rollout/0").wait(1).launches("rollout/0")
+    [failure] = found(story)
+    assert failure.back is None
+    story.wait(2).joins("rollout/0", "loading_weights")
+    [failure] = found(story)
+    assert (failure.back, failure.back_at) == (story.life("rollout/0"), story.now)
+    story.wait(2).tell(ev.FirstWorkDone(story.life("rollout/0")))
+    [failure] = found(story)
+    assert failure.back_at == story.now, "at work is more than joined"

@@ -1,0 +1,210 @@
+"""Real steps tell a real collector: what is left of their lines when they, their file or the manager are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from rrl.manager import events as ev
+from rrl.manager import log_copies
+from rrl.manager.actions import Fence, Rung, Why
+from rrl.manager.log_collector import LogCollector, _believed
+from rrl.spec.launch import Launch
+from rrl.spec.loglines import STAMP
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.cli.story import Story
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.transport.control import Address
+from rrl.transport.logs import LOGS, Lines, Taken
+from rrl.transport.wire import frame
+
+TALKER = ("sh", "-c", "echo its last words; sleep 1000")
+STATE = Story("run-1").works().told()
+LIFE = Life(ReplicaId("rollout/0"), 1)
+
+
+@asynccontextmanager
+async def collecting(at: Lab, epoch: int = 1) -> AsyncIterator[LogCollector]:
+    collector = await LogCollector.open(at.run, at.keys, epoch, "127.0.0.1", lambda: STATE)
+    try:
+        yield collector
+    finally:
+        await collector.close()
+
+
+def shipped(at: Lab, launch: Launch, epoch: int = 1) -> list[str]:
+    path = at.run.logs / f"{launch.tag}.shipped-{epoch}.log"
+    return [line[STAMP + 1 :] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_copies, "LAST_WORD", 0.0)
+
+
+def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager(), collecting(at) as collector:
+            launch = at.launch(*TALKER)
+            os.mkfifo(at.run.log_file(launch.tag))  # opening it hangs, as on storage that is away
+            step = at.start(launch, patch="import rrl.roles.log_pump as p; p.STUCK = 1000.0")
+            await eventually(lambda: collector.copies.size)
+            assert shipped(at, launch) == [], "written only when it is needed"
+            step.kill()  # its node is gone
+            collector.notice(ev.StepEnded(launch.life, launch.tag, None, None, "vanished"))
+            assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_that_cannot_write_its_file_has_the_manager_write(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager(), collecting(at):
+            launch = at.launch(*TALKER)
+            at.run.log_file(launch.tag).symlink_to("/dev/full")
+            step = at.start(launch, patch="import rrl.roles.log_pump as p; p.STUCK = 0.05")
+            assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
+            assert step.poll() is None, "while it lives"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_the_end_of_a_log_that_could_not_be_written_is_told_before_the_step_leaves(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager(), collecting(at) as collector:
+            launch = at.launch("sh", "-c", "echo traceback; exit 3")
+            at.run.log_file(launch.tag).symlink_to("/dev/full")
+            assert await at.end_of(at.start(launch)) == 3
+            assert shipped(at, launch) == ["traceback"]
+            assert collector.copies.size == 0
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_whose_file_is_complete_leaves_nothing_to_keep(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager(), collecting(at) as collector:
+            launch = at.launch("sh", "-c", "echo hello; sleep 0.2; exit 3")
+            step = at.start(launch)
+            await eventually(lambda: collector.copies.size)
+            assert await at.end_of(step) == 3
+            await eventually(lambda: collector.copies.size == 0)
+            collector.notice(ev.StepEnded(launch.life, launch.tag, 3, None, "exited"))
+        assert at.log(launch) == "hello\n"
+        assert shipped(at, launch) == []
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_the_next_manager_is_told_what_the_last_one_had(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            launch = at.launch(*TALKER)
+            async with collecting(at, epoch=1) as first:
+                step = at.start(launch)
+                await eventually(lambda: first.copies.size)
+            async with collecting(at, epoch=2) as second:
+                await eventually(lambda: second.copies.size)
+                step.kill()
+                second.notice(ev.Decided(Fence(launch.life, Rung.SPARE, Why(("node_lost: silent",)))))
+                assert await eventually(lambda: shipped(at, launch, 2)) == ["its last words"]
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_member_that_sends_rubbish_or_too_much_is_cut_off_and_harms_nobody(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with collecting(at) as collector:
+            address = await eventually(lambda: Address.read(at.run.collector))
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+            def member() -> zmq.Socket[bytes]:
+                socket = context.socket(zmq.DEALER)
+                socket.set(zmq.LINGER, 0)
+                socket.set(zmq.RCVTIMEO, 30_000)
+                socket.set(zmq.CURVE_SERVERKEY, at.keys.server_public.encode())
+                socket.set(zmq.CURVE_PUBLICKEY, at.keys.client_public.encode())
+                socket.set(zmq.CURVE_SECRETKEY, at.keys.client_secret.encode())
+                socket.connect(address.endpoint)
+                return socket
+
+            def rubbish() -> bytes:
+                bad = member()
+                bad.send(b"\xff" * 1000)
+                bad.send(frame(1, 1, Lines(LIFE, b"not a line")))
+                bad.send(frame(1, 2, Lines(LIFE, bytes(LOGS.frame + 1))))
+                good = member()
+                good.send(frame(1, 7, Lines(LIFE, b"2026-11-20T09:00:00.000000Z x\n")))
+                answer = good.recv()
+                bad.close()
+                good.close()
+                return answer
+
+            assert await asyncio.to_thread(rubbish) == frame(1, 7, Taken())
+            await eventually(lambda: collector.copies.refused == 1)
+            assert collector.copies.size == 30
+            context.term()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_only_lives_that_the_run_has_had_are_heard() -> None:
+    fenced = Story("run-1").works().recovers("rollout/0").told()
+    assert _believed(STATE, LIFE) is True
+    assert _believed(fenced, LIFE) is False
+    for life in (Life(LIFE.replica, 0), Life(LIFE.replica, 2), Life(ReplicaId("judge/0"), 1)):
+        assert _believed(STATE, life) is None
+    assert _believed(None, LIFE) is None
+
+
+def test_a_run_directory_without_room_is_no_hindrance_to_start(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        away = tmp_path / "away"
+        at.run.path.rename(away)
+        async with collecting(at):
+            away.rename(at.run.path)
+            await eventually(lambda: Address.read(at.run.collector))
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_who_does_not_belong_to_the_run_is_not_heard(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with collecting(at) as collector:
+            address = await eventually(lambda: Address.read(at.run.collector))
+            public, secret = zmq.curve_keypair()
+            assert len(z85.decode(public)) == 32
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            stranger = context.socket(zmq.DEALER)
+            monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            monitor.set(zmq.RCVTIMEO, 30_000)
+            for option, value in (
+                (zmq.LINGER, 0), (zmq.CURVE_SERVERKEY, at.keys.server_public.encode()),
+                (zmq.CURVE_PUBLICKEY, public), (zmq.CURVE_SECRETKEY, secret),
+            ):  # fmt: skip
+                stranger.set(option, value)
+            stranger.connect(address.endpoint)
+            stranger.send(frame(1, 1, Lines(LIFE, b"2026-11-20T09:00:00.000000Z x\n")))
+            await asyncio.to_thread(monitor.recv_multipart)
+            stranger.disable_monitor()
+            monitor.close(0)
+            stranger.close(0)
+            context.term()
+            assert (collector.copies.size, collector.copies.refused) == (0, 0)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

@@ -1,0 +1,142 @@
+"""A role's output on its way to a file that takes it, refuses it, or hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rrl.roles import log_pump
+from rrl.roles.log_pump import LogPump
+from rrl.roles.logs import RotatingLog
+from rrl.spec.loglines import STAMP
+from rrl.tests.lab.first import PATIENCE, until
+from rrl.transport.logs import TAIL_BYTES, Backlog
+
+
+class Pumped:
+    def __init__(self, path: Path) -> None:
+        reader, self.role = os.pipe()
+        self.tail = Backlog(TAIL_BYTES)
+        self.news = 0
+        self.pump = LogPump(reader, RotatingLog(path), self.tail, self._news)
+        self.pump.start()
+
+    def _news(self) -> None:
+        self.news += 1
+
+    def says(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.role, view) :]
+
+    def ends(self) -> None:
+        if self.role >= 0:
+            os.close(self.role)
+            self.role = -1
+
+
+@contextmanager
+def pumped(path: Path) -> Iterator[Pumped]:
+    made = Pumped(path)
+    try:
+        yield made
+    finally:
+        made.ends()
+        made.pump.finish(0.1)
+
+
+@contextmanager
+def hung(path: Path) -> Iterator[Path]:
+    """A file that cannot even be opened, as on an NFS whose server is away, until the test is over."""
+    os.mkfifo(path)
+    try:
+        yield path
+    finally:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # lets whoever hangs go on
+        threading.Timer(1.0, os.close, (fd,)).start()
+
+
+def texts(data: bytes) -> list[bytes]:
+    return [line[STAMP + 1 :] for line in data.splitlines()]
+
+
+def test_what_a_role_says_is_in_its_file_and_is_told(tmp_path: Path) -> None:
+    with pumped(tmp_path / "a.log") as at:
+        at.says(b"one\ntwo\nthr")
+        at.ends()
+        assert at.pump.finish(PATIENCE)
+        assert texts((tmp_path / "a.log").read_bytes()) == [b"one", b"two", b"thr"]
+        assert at.tail.all() == (tmp_path / "a.log").read_bytes()
+        assert at.news
+        assert not at.pump.stuck
+
+
+def test_an_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> None:
+    with pumped(tmp_path / "a.log") as at:
+        at.says(b"Password: ")
+        until(lambda: (tmp_path / "a.log").exists() and texts((tmp_path / "a.log").read_bytes()) == [b"Password: "])
+
+
+def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_pump, "STUCK", 0.05)
+    with hung(tmp_path / "a.log") as path, pumped(path) as at:
+        for n in range(100):  # 6.4 MiB: a pipe holds 64 KiB
+            at.says((b"%06d " % n + b"x" * 1000 + b"\n") * 64)
+        until(lambda: at.pump.stuck)
+        assert at.pump.busy
+        at.says(b"its last words\n")
+        until(lambda: b"its last words" in at.tail.all())
+        assert at.tail.size <= TAIL_BYTES
+        at.ends()
+        assert not at.pump.finish(0.1), "nobody may believe that the file is complete"
+
+
+def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_pump, "RETRY", 0.01)
+    monkeypatch.setattr(log_pump, "STUCK", 0.02)
+    folder = tmp_path / "later"
+    with pumped(folder / "a.log") as at:
+        at.says(b"one\ntwo\n")
+        until(lambda: at.pump.stuck)
+        folder.mkdir()
+        at.says(b"three\n")
+        until(lambda: (folder / "a.log").exists() and not at.pump.busy)
+        at.ends()
+        assert at.pump.finish(PATIENCE)
+        assert texts((folder / "a.log").read_bytes()) == [b"one", b"two", b"three"]
+        assert not at.pump.stuck
+
+
+def test_what_there_is_no_room_for_meanwhile_is_counted_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_pump, "RETRY", 0.01)
+    monkeypatch.setattr(log_pump, "WAITING_BYTES", 10_000)
+    folder = tmp_path / "later"
+    with pumped(folder / "a.log") as at:
+        at.says(b"first\n")
+        until(lambda: at.pump.busy and at.pump._waiting.empty)  # it is in the hand of the writer
+        at.says(b"".join(b"%09d\n" % n for n in range(1000)))
+        until(lambda: b"000000999" in at.tail.all())
+        folder.mkdir()
+        at.ends()
+        assert at.pump.finish(PATIENCE)
+        first, gap, *rest = texts((folder / "a.log").read_bytes())
+        assert first == b"first"
+        kept = [b"%09d" % n for n in range(1000 - len(rest), 1000)]
+        assert rest == kept
+        assert gap == b"[rrl: %d bytes of this log are missing here]" % ((1000 - len(rest)) * (STAMP + 1 + 10))
+
+
+def test_a_full_disk_at_the_end_does_not_hold_the_step(tmp_path: Path) -> None:
+    (tmp_path / "a.log").symlink_to("/dev/full")
+    with pumped(tmp_path / "a.log") as at:
+        at.says(b"lost\n")
+        at.ends()
+        assert not at.pump.finish(PATIENCE)
+        assert b"lost" in at.tail.all()
