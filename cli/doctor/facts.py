@@ -1,0 +1,154 @@
+"""What ``rrl doctor`` found out, as values. What could not be read is :class:`~rrl.roles.host.Unread`, with a reason.
+
+Readers make these, checks judge them, and ``rrl init`` writes a job.toml from them.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from rrl.manager.cluster import NodeState
+from rrl.manager.cluster.slurm_limits import SeenLimits
+from rrl.roles.host import Ended, Host, Unread
+from rrl.roles.probe_node import NodeReport
+from rrl.spec.words import Verdict
+
+
+class Check(Struct, frozen=True):
+    """One line of the answer. ``found``: what is so; ``fix``: a command, a key of job.toml, or a person to ask."""
+
+    name: str
+    """``<what is asked about>.<what about it>``, a key of :data:`rrl.cli.doctor.meanings.MEANINGS`"""
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+class Wanted(Struct, frozen=True):
+    """What the user says that his jobs must be submitted with; empty: Slurm's own default."""
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+
+    def options(self, **other: str) -> tuple[str, ...]:
+        """As options of sbatch. ``other`` stands in for one of them."""
+        given = {"partition": self.partition, "account": self.account, "qos": self.qos} | other
+        return tuple(f"--{key}={value}" for key, value in given.items() if value)
+
+
+# ── Slurm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Config(Struct, frozen=True, tag=True):
+    """``scontrol show config``, name → value. ``seconds``: how long slurmctld took to answer."""
+
+    values: dict[str, str]
+    seconds: float
+
+
+class Partition(Struct, frozen=True):
+    """``max_time``: s; None = no limit. ``preempted``: jobs in it may be (PreemptMode other than OFF)."""
+
+    name: str
+    default: bool
+    up: bool
+    max_time: float | None
+    preempted: bool
+
+
+class Partitions(Struct, frozen=True, tag=True):
+    partitions: tuple[Partition, ...]
+
+
+class Node(Struct, frozen=True):
+    """``memory``: bytes; ``gpus``: type → count, where an untyped GPU has the type ''."""
+
+    name: str
+    partitions: tuple[str, ...]
+    state: NodeState
+    cpus: int
+    memory: int
+    gpus: dict[str, int]
+
+
+class Nodes(Struct, frozen=True, tag=True):
+    nodes: tuple[Node, ...]
+
+    def usable(self, partition: str) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if partition in node.partitions and node.state is NodeState.UP)
+
+
+class Accounts(Struct, frozen=True, tag=True):
+    """What Slurm's accounting knows of the user. ``admin``: ``None``, ``Operator`` or ``Administrator``; ``default``:
+    the account of jobs that name none."""
+
+    admin: str
+    default: str
+    names: tuple[str, ...]
+
+
+class Trials(Struct, frozen=True, tag=True):
+    """``sbatch --test-only``, several times: what was asked for → how it ended."""
+
+    forms: dict[str, Ended | Unread]
+    """``pool``, ``replica``, ``hetjob``"""
+    manager: dict[str, Ended | Unread]
+    """a small job, by partition; in order, up to the first that is taken"""
+
+
+class CgroupConf(Struct, frozen=True, tag=True):
+    """``where``: the file, or the command, that says so."""
+
+    values: dict[str, str]
+    where: str
+
+
+class Slurm(Struct, frozen=True):
+    """All that was asked of Slurm."""
+
+    config: Config | Unread
+    partitions: Partitions | Unread
+    nodes: Nodes | Unread
+    accounts: Accounts | Unread
+    limits: SeenLimits | Unread
+    trials: Trials | Unread
+    cgroups: CgroupConf | Unread
+
+
+# ── the run directory, and a node ──────────────────────────────────────────────────────────────────────────────────
+class Storage(Struct, frozen=True, tag=True):
+    """The folder of all runs, or the one above it that is there already (``exists``). ``trouble``: why nothing can be
+    written in it. Bytes, inodes (-1 = not counted there) and s."""
+
+    root: str
+    at: str
+    kind: str
+    free: int
+    inodes: int
+    exclusive: bool
+    """O_EXCL lets one of two creators win"""
+    fsync: float
+    trouble: str
+
+
+class Visit(Struct, frozen=True, tag=True):
+    """What the job on a compute node brought back. ``seen``: s after the job was over, or its report had come by TCP,
+    until the login node saw the file that it wrote; None = never. ``skew``: s that the node's clock is ahead, give or
+    take ``bound``; None where no connection was there to measure it on."""
+
+    report: NodeReport
+    seen: float | None
+    skew: float | None
+    bound: float
+
+
+class Facts(Struct, frozen=True):
+    """All of it. ``slurm`` is None, and then ``node`` is too, where there is no cluster: ``no_slurm`` says why."""
+
+    user: str
+    uid: int
+    wanted: Wanted
+    host: Host
+    storage: Storage | Unread
+    slurm: Slurm | None
+    node: Visit | Unread | None
+    no_slurm: str = ""

@@ -1,0 +1,116 @@
+"""What the doctor found on a cluster where all is well, for tests to spoil."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rrl.cli.doctor.facts import (
+    Accounts,
+    CgroupConf,
+    Config,
+    Facts,
+    Node,
+    Nodes,
+    Partition,
+    Partitions,
+    Slurm,
+    Storage,
+    Trials,
+    Visit,
+    Wanted,
+)  # fmt: skip
+from rrl.cli.doctor.slurm_text import read_config
+from rrl.manager.cluster import NodeState
+from rrl.manager.cluster.slurm_limits import SeenLimits
+from rrl.roles.host import (
+    Dcgm,
+    Ended,
+    Host,
+    Interface,
+    Limits,
+    Machine,
+    Network,
+    Nvml,
+    Python,
+    Scratch,
+    Torch,
+    Ucx,
+)  # fmt: skip
+from rrl.roles.probe_node import NodeReport, Reached
+
+GIB = 2**30
+RECORDED = Path(__file__).parent / "recorded"
+TAKEN = Ended(0, "", "sbatch: Job 7 to start at 2026-11-20T09:19:27 using 2 processors on n[1-2] in partition gpu")
+REFUSED = Ended(1, "", "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name\n")
+ETH0 = Interface("eth0", "10.1.0.5", "10.1.0.0/16")
+IB0 = Interface("ib0", "10.2.0.5", "10.2.0.0/16")
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+
+
+def host(name: str = "login1", **other: Any) -> Host:
+    good = Host(
+        network=Network(name, "10.1.0.5", "10.1.0.5", "", "", (LO, ETH0)),
+        limits=Limits(-1, 65536, 65536, 0, "|/usr/lib/systemd/systemd-coredump"),
+        machine=Machine(32, 256 * GIB, 200 * GIB),
+        python=Python("/home/u/venv/bin/python", "3.11.2", "/home/u/venv", "nfs4",
+                      {"rrl-slurm": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "reasoning-gym": "0.1.25",
+                       "ucxx-cu12": "0.52.0"}),
+        ucx=Ucx("1.21.0", {"tcp": ("eth0", "lo"), "self": ("memory",)}, "the wheel libucx"),
+        nvml=Nvml("", ()), dcgm=Dcgm("", False),
+        scratch=Scratch("/tmp", "ext4", 100 * GIB, "", 100 * GIB),
+    )  # fmt: skip
+    return msgspec.structs.replace(good, **other)
+
+
+def config(**values: str) -> Config:
+    """Slurm 22.05's own words, with accounting and cgroups as most sites have them."""
+    usual = {
+        "AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "associations,limits",
+        "TaskPlugin": "task/cgroup,task/affinity", "SlurmUser": "slurm(64030)", "KillWait": "30 sec",
+        "ClusterName": "big",
+    }  # fmt: skip
+    return Config(read_config((RECORDED / "config-22.05.txt").read_text()) | usual | values, 0.02)
+
+
+def node(name: str, **other: Any) -> Node:
+    good = Node(name, ("gpu",), NodeState.UP, cpus=64, memory=500 * GIB, gpus={"h100": 8})
+    return msgspec.structs.replace(good, **other)
+
+
+def slurm(**other: Any) -> Slurm:
+    good = Slurm(
+        config=config(),
+        partitions=Partitions((
+            Partition("gpu", True, True, 7 * 86400.0, False), Partition("cpu", False, True, None, False),
+        )),
+        nodes=Nodes((*(node(f"n{i}") for i in range(1, 7)), node("c1", partitions=("cpu",), gpus={}))),
+        accounts=Accounts("Operator", "astro", ("astro",)),
+        limits=SeenLimits((), "", 40000),
+        trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}),
+        cgroups=CgroupConf({"ConstrainDevices": "yes", "ConstrainRAMSpace": "yes"}, "/etc/slurm/cgroup.conf"),
+    )  # fmt: skip
+    return msgspec.structs.replace(good, **other)
+
+
+def report(**other: Any) -> NodeReport:
+    good = NodeReport(
+        "n1", "", "/home/u/rrl", host("n1"), Torch("2.13.0", 1, 2.5), TAKEN, (Reached("10.1.0.5:4000", ""),), "",
+    )  # fmt: skip
+    return msgspec.structs.replace(good, **other)
+
+
+def visit(**other: Any) -> Visit:
+    return Visit(report(**other), 0.2, 0.003, 0.001)
+
+
+def storage(**other: Any) -> Storage:
+    good = Storage("/home/u/rrl-runs", "/home/u/rrl-runs", "nfs4", 900 * GIB, 10**8, True, 0.004, "")
+    return msgspec.structs.replace(good, **other)
+
+
+def facts(**other: Any) -> Facts:
+    good = Facts("u", 1000, Wanted(), host(), storage(), slurm(), visit())
+    return msgspec.structs.replace(good, **other)

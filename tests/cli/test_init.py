@@ -1,0 +1,142 @@
+"""What ``rrl init`` writes of what was found: always a job that can be checked, and every line says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli.doctor.facts import Accounts, Facts, Nodes, Partition, Partitions, Trials, Wanted
+from rrl.cli.init import job_toml, shape
+from rrl.manager.cluster import NodeState
+from rrl.roles.host import Network, Unread
+from rrl.spec.job import Job
+from rrl.spec.load import load_job
+from rrl.tests.cli import findings
+from rrl.tests.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
+
+TWO_NETWORKS = Network("login1", "10.1.0.5", "10.1.0.5", "", "", (LO, ETH0, IB0))
+ODD = 'a "b" \\ c#d'
+
+
+def written(tmp_path: Path, facts: Facts) -> tuple[str, Job]:
+    path = tmp_path / "job.toml"
+    path.write_text(job_toml(facts, Path("job.toml")))
+    return path.read_text(), load_job(path)
+
+
+def slurm(**other: object) -> Facts:
+    return findings.facts(slurm=findings.slurm(**other))
+
+
+def nodes(*, count: int, cpus: int = 64, memory: int = 500 * GIB) -> Nodes:
+    return Nodes(tuple(findings.node(f"n{i}", cpus=cpus, memory=memory) for i in range(count)))
+
+
+PLACES: dict[str, Facts] = {
+    "local": findings.facts(slurm=None, node=None, no_slurm="no sbatch on PATH"),
+    "slurm": findings.facts(),
+    "nobody_consented": findings.facts(node=Unread("nobody consented")),
+    "two_networks": findings.facts(host=findings.host(network=TWO_NETWORKS), node=Unread("nobody consented")),
+    "one_shared": findings.facts(host=findings.host(network=TWO_NETWORKS)),
+    "many_accounts": slurm(accounts=Accounts("None", "astro", ("astro", "bio"))),
+    "no_accounts": slurm(accounts=Unread("no slurmdbd")),
+    "no_manager": slurm(trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED})),
+    "other_manager": slurm(
+        trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": REFUSED, "cpu": TAKEN})),
+    "preempted": slurm(config=findings.config(PreemptType="preempt/qos", InactiveLimit="120 sec"),
+                       partitions=Partitions((Partition("gpu", True, True, 1800.0, True),))),
+    "odd_names": msgspec.structs.replace(
+        slurm(partitions=Partitions((Partition(ODD, False, True, None, False),)),
+              nodes=Nodes((findings.node("n1", partitions=(ODD,)),))),
+        wanted=Wanted(ODD, ODD, ODD)),
+    "deaf": slurm(trials=Unread("Unable to contact\nslurm controller"), nodes=Unread("x"), config=Unread("x")),
+    "refused": slurm(trials=Trials({"pool": REFUSED, "replica": REFUSED, "hetjob": REFUSED}, {"gpu": REFUSED})),
+    "no_nodes": slurm(nodes=Unread("no answer")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_written_is_a_job_and_its_lines_can_be_read(tmp_path: Path, place: str) -> None:
+    text, job = written(tmp_path, PLACES[place])
+    assert max(map(len, text.splitlines())) <= 120
+    assert not any(line != line.rstrip() for line in text.splitlines())
+    assert "\n\n\n" not in text
+    assert "None" not in text
+    assert job.cluster.kind == ("local" if place in ("local", "deaf", "refused") else "slurm")
+    assert job.cluster.form == "pool"
+
+
+def test_without_slurm_it_is_the_quickstarts_job(tmp_path: Path) -> None:
+    text, job = written(tmp_path, PLACES["local"])
+    quickstart = load_job(Path(__file__).parents[2] / "examples/quickstart.toml")
+    for part in ("model", "task", "sampling", "roles"):
+        assert getattr(job, part) == getattr(quickstart, part)
+    assert "there is no Slurm here" in text
+
+
+def test_slurm_that_takes_nothing_is_named_as_the_reason_for_a_local_job(tmp_path: Path) -> None:
+    assert "Slurm refuses jobs: sbatch: error: invalid partition" in written(tmp_path, PLACES["refused"])[0]
+    assert "Slurm does not answer: Unable to contact slurm controller" in written(tmp_path, PLACES["deaf"])[0]
+
+
+def test_partition_account_and_qos_are_those_that_were_found_or_asked_for(tmp_path: Path) -> None:
+    assert written(tmp_path, PLACES["slurm"])[1].slurm == {"partition": "gpu", "account": "astro"}
+    text, job = written(tmp_path, PLACES["many_accounts"])
+    assert job.slurm == {"partition": "gpu"}
+    assert "one of astro, bio" in text
+    assert written(tmp_path, PLACES["odd_names"])[1].slurm == {"partition": ODD, "account": ODD, "qos": ODD}
+
+
+def test_the_walltime_fits_the_partition(tmp_path: Path) -> None:
+    assert written(tmp_path, PLACES["slurm"])[1].cluster.walltime == 3600.0
+    assert written(tmp_path, PLACES["preempted"])[1].cluster.walltime == 1800.0
+    assert "may be preempted" in written(tmp_path, PLACES["preempted"])[0]
+
+
+def test_the_manager_goes_where_its_job_is_taken(tmp_path: Path) -> None:
+    assert written(tmp_path, PLACES["slurm"])[1].manager.where == "job"
+    assert written(tmp_path, PLACES["no_manager"])[1].manager.where == "pool"
+    other = written(tmp_path, PLACES["other_manager"])[1].manager
+    assert (other.where, other.slurm) == ("job", {"partition": "cpu"})
+
+
+def test_a_network_is_named_only_where_a_node_shares_one_of_several(tmp_path: Path) -> None:
+    assert written(tmp_path, PLACES["slurm"])[1].transport.network == ""
+    assert written(tmp_path, PLACES["one_shared"])[1].transport.network == "10.1.0.0/16"
+    text, job = written(tmp_path, PLACES["two_networks"])
+    assert job.transport.network == ""
+    assert '# network = "10.2.0.0/16"' in text
+
+
+def test_gpus_are_told_of_and_not_taken(tmp_path: Path) -> None:
+    text, job = written(tmp_path, PLACES["slurm"])
+    assert "6 nodes with 8 h100" in text
+    assert job.cluster.node.gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "rollouts", "spares", "exclusive"),
+    [
+        (nodes(count=6), 2, 1, True), (nodes(count=5), 2, 1, True), (nodes(count=4), 2, 0, True),
+        (nodes(count=3), 1, 0, True), (nodes(count=2), 2, 1, False), (nodes(count=1), 2, 0, False),
+        (nodes(count=1, cpus=4), 1, 0, False), (nodes(count=9, cpus=1), 1, 0, False),
+        (nodes(count=5, memory=2 * GIB), 1, 0, False),
+    ],
+)  # fmt: skip
+def test_the_roles_lie_on_the_nodes_that_are_there(
+    tmp_path: Path, there: Nodes, rollouts: int, spares: int, exclusive: bool
+) -> None:
+    text, job = written(tmp_path, slurm(nodes=there))
+    roles, node = job.roles, job.cluster.node
+    assert (roles.rollout.replicas, job.cluster.spares, roles.trainer.exclusive) == (rollouts, spares, exclusive)
+    fitting = [one for one in there.nodes if one.cpus >= node.cpus and one.memory >= node.mem]
+    if fitting:
+        assert job.view("python").nodes <= len(fitting)
+    assert ("TOO LITTLE" in text) is not bool(fitting)
+
+
+def test_nodes_that_are_down_carry_nothing() -> None:
+    down = Nodes(tuple(findings.node(f"n{i}", state=NodeState.DOWN if i > 1 else NodeState.UP) for i in range(8)))
+    assert shape(findings.slurm(nodes=down), Wanted()).exclusive is False

@@ -1,0 +1,137 @@
+"""The readers of a machine: bounded in time, and honest about what they could not read."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.roles import host
+from rrl.roles.host import Ended, Host, Interface, Ucx, Unread, ask, command, filesystem, parse_ucx, read_host
+from rrl.spec.processes import look
+
+UCX_INFO = """\
+# Library version: 1.21.0
+# Library path: /x/libucs.so.0
+# Memory domain: mlx5_0
+#     Component: ib
+#      Transport: rc_mlx5
+#         Device: mlx5_0:1
+#           Type: network
+#      Transport: dc_mlx5
+#         Device: mlx5_0:1
+# Memory domain: tcp
+#      Transport: tcp
+#         Device: eth0
+#      Transport: tcp
+#         Device: lo
+# Memory domain: posix
+#      Transport: posix
+#         Device: memory
+"""
+WITHIN = 30.0
+
+
+def test_a_reader_that_hangs_or_raises_is_unread_and_the_others_answer() -> None:
+    never = threading.Event()
+
+    def broken() -> object:
+        raise ValueError("two\nlines")
+
+    told = ask({"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}, 0.5)
+    never.set()
+    assert told == {
+        "well": 7, "broken": Unread("ValueError: two lines"), "hangs": Unread("no answer within 0.5 s"),
+        "gone": Unread("/nope: No such file or directory"),
+    }  # fmt: skip
+
+
+def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; wait"
+    with pytest.raises(TimeoutError, match=r"sh: no answer within 2 s"):
+        command(["sh", "-c", script], 2.0)
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + WITHIN
+    while look(child) is not None:
+        assert time.monotonic() < deadline, "its child lives on"
+        time.sleep(0.02)
+
+
+def test_a_command_is_told_and_tells() -> None:
+    assert command(["cat"], WITHIN, given="hello\n") == Ended(0, "hello\n", "")
+    ended = command(["sh", "-c", "echo out; echo no >&2; echo way >&2; exit 3"], WITHIN)
+    assert (ended.code, ended.said) == (3, "no / way")
+    with pytest.raises(FileNotFoundError):
+        command(["/nope"], WITHIN)
+
+
+def test_the_transports_of_ucx_are_read_with_their_devices() -> None:
+    assert parse_ucx(UCX_INFO, "x") == Ucx(
+        "1.21.0",
+        {"rc_mlx5": ("mlx5_0:1",), "dc_mlx5": ("mlx5_0:1",), "tcp": ("eth0", "lo"), "posix": ("memory",)},
+        "x",
+    )
+    assert parse_ucx("# UCT version=1.13.1 revision 0\n").version == "1.13.1"
+    assert parse_ucx("nothing of the kind") == Ucx("", {}, "")
+
+
+def test_a_ucx_info_that_fails_is_unread_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "ucx_info"
+    program.write_text("#!/bin/sh\necho cannot load libucp >&2; exit 127\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "true")
+    assert ask({"ucx": lambda: host.read_ucx(WITHIN)}, WITHIN)["ucx"] == Unread(
+        "ucx_info ended with 127: cannot load libucp"
+    )
+
+
+def test_this_machine_is_read_and_can_be_told_to_another() -> None:
+    mine = read_host(WITHIN)
+    assert isinstance(mine.network, host.Network)
+    assert Interface("lo", "127.0.0.1", "127.0.0.0/8") in mine.network.interfaces
+    assert isinstance(mine.python, host.Python)
+    assert (mine.python.executable, mine.python.packages["rrl-slurm"]) == (sys.executable, "0.1.0")
+    assert isinstance(mine.machine, host.Machine)
+    assert 0 < mine.machine.available <= mine.machine.memory
+    assert isinstance(mine.limits, host.Limits)
+    assert isinstance(mine.nvml, host.Nvml)
+    assert isinstance(mine.scratch, host.Scratch)
+    assert not mine.scratch.trouble
+    assert msgspec.json.decode(msgspec.json.encode(mine), type=Host) == mine
+
+
+def test_where_no_temporary_file_can_be_written_the_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    scratch = read_host(WITHIN).scratch
+    assert isinstance(scratch, host.Scratch)
+    assert scratch.trouble == "No such file or directory"
+
+
+def test_nothing_heavy_is_imported_to_read_a_machine() -> None:
+    code = (
+        "import sys; from rrl.roles.host import read_host; read_host(30);"
+        " print(*{'torch', 'ucxx', 'vllm', 'pynvml', 'transformers'} & set(sys.modules))"
+    )
+    assert command([sys.executable, "-P", "-c", code], 60.0) == Ended(0, "\n", "")
+
+
+def test_a_file_system_is_known_by_its_mount() -> None:
+    assert filesystem(Path("/proc/self")) == "proc"
+    assert filesystem(Path("/dev/shm")) == "tmpfs"
+
+
+def test_a_torch_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12 is not there')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = ask({"torch": lambda: host.read_torch(WITHIN)}, WITHIN)["torch"]
+    assert told == Unread("ImportError: libcudart.so.12 is not there")

@@ -1,0 +1,164 @@
+"""The probe on a node, as a process of its own, and the login node that it reports to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli.doctor.visit import Listener
+from rrl.roles.host import Unread
+from rrl.roles.probe_node import LETTER, NONCE_ENV, REPORT, NodeReport, dial, proof
+
+WITHIN = 60.0
+PROBE = (sys.executable, "-P", "-m", "rrl.roles.probe_node")
+TORCH = """
+__version__ = "9.9"
+class cuda:
+    is_available = staticmethod(lambda: False)
+"""
+"""in torch's place: importing that takes two seconds of two cores, each time"""
+
+
+@pytest.fixture
+def login() -> Iterator[Listener]:
+    with Listener() as listener:
+        yield listener
+
+
+@pytest.fixture
+def folder(tmp_path: Path, login: Listener) -> Path:
+    (tmp_path / LETTER).write_text(login.nonce)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def light_torch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path_factory.mktemp("light")
+    (place / "torch.py").write_text(TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+
+
+def probe(folder: Path, nonce: str, *addresses: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {NONCE_ENV: nonce, "SLURMD_NODENAME": "n7"}
+    return subprocess.run([*PROBE, str(folder), *addresses], env=env, capture_output=True, text=True, timeout=WITHIN)
+
+
+def heard(login: Listener) -> NodeReport:
+    deadline = time.monotonic() + WITHIN
+    while login.report is None:
+        assert time.monotonic() < deadline, "no report came"
+        login.wait(1.0)
+    return login.report
+
+
+def written(folder: Path) -> NodeReport:
+    return msgspec.json.decode((folder / REPORT).read_bytes(), type=NodeReport)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_node_reports_in_the_folder_and_on_the_connection_and_its_clock_is_measured(
+    login: Listener, folder: Path
+) -> None:
+    good, dead = f"127.0.0.1:{login.port}", f"127.0.0.1:{free_port()}"
+    ended = probe(folder, login.nonce, dead, good)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    report = heard(login)
+    assert report == written(folder)
+    assert (report.node, report.folder) == ("n7", "")
+    assert {one.address: one.trouble for one in report.reached} == {good: "", dead: "Connection refused"}
+    assert Path(report.rrl) == Path(__file__).parents[2]
+    assert not isinstance(report.host.python, Unread)
+    assert not isinstance(report.torch, Unread)
+    assert (report.torch.version, report.torch.gpus) == ("9.9", 0)
+    assert login.skew is not None
+    assert abs(login.skew[0]) <= login.skew[1] + 0.001  # it is the same clock
+
+
+def test_where_the_folder_is_not_shared_the_connection_still_tells(login: Listener, tmp_path: Path) -> None:
+    ended = probe(tmp_path / "absent", login.nonce, f"127.0.0.1:{login.port}")
+    assert ended.returncode == 0
+    assert heard(login).folder == "No such file or directory"
+
+
+def test_a_folder_that_holds_another_letter_is_not_the_same_folder(login: Listener, folder: Path) -> None:
+    (folder / LETTER).write_text("somebody else's")
+    probe(folder, login.nonce, f"127.0.0.1:{login.port}")
+    assert heard(login).folder == "the letter in it is another one"
+    assert not (folder / REPORT).exists()
+
+
+def test_where_the_login_node_cannot_be_reached_the_folder_still_tells(folder: Path, login: Listener) -> None:
+    assert probe(folder, login.nonce).returncode == 0
+    assert written(folder).reached == ()
+    assert login.report is None
+
+
+def test_where_neither_is_there_the_exit_code_says_so(tmp_path: Path, login: Listener) -> None:
+    assert probe(tmp_path / "absent", login.nonce, f"127.0.0.1:{free_port()}").returncode == 1
+
+
+def test_without_its_arguments_it_says_how_it_is_called() -> None:
+    env = {name: value for name, value in os.environ.items() if name != NONCE_ENV}
+    ended = subprocess.run([*PROBE], env=env, capture_output=True, text=True, timeout=WITHIN)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+
+
+# ── strangers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "said",
+    [b'{"nonce":"guessed","at":"x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\xff" * 4096, b'{"nonce":7}\n',
+     '{"nonce":"ü"}\n'.encode()],
+)  # fmt: skip
+def test_whoever_does_not_know_the_nonce_is_hung_up_on(login: Listener, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", login.port), WITHIN) as stranger:
+        stranger.settimeout(WITHIN)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            stranger.sendall(said)
+            assert stranger.recv(100) == b""
+    assert login.report is None
+    dial(f"127.0.0.1:{login.port}", login.nonce).close()  # and the next one is served
+
+
+def test_silent_strangers_do_not_keep_the_node_out_for_ever(login: Listener) -> None:
+    silent = [socket.create_connection(("127.0.0.1", login.port), WITHIN) for _ in range(17)]
+    for one in silent:
+        one.close()
+    deadline = time.monotonic() + WITHIN
+    while True:
+        with contextlib.suppress(OSError):
+            dial(f"127.0.0.1:{login.port}", login.nonce).close()
+            return
+        assert time.monotonic() < deadline, "nobody is let in any more"
+
+
+def test_a_login_node_that_cannot_prove_itself_is_told_nothing() -> None:
+    got: list[bytes] = []
+
+    def pretend(server: socket.socket) -> None:
+        line, _ = server.accept()
+        with line:
+            got.append(line.recv(4096))
+            line.sendall(proof("another nonce").encode() + b"\n")
+            got.append(line.recv(4096))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=pretend, args=(server,))
+        thread.start()
+        with pytest.raises(OSError, match="somebody else answers there"):
+            dial(f"127.0.0.1:{server.getsockname()[1]}", "the nonce")
+        thread.join(WITHIN)
+    assert got[1:] == [b""]
