@@ -1,38 +1,207 @@
-"""Fault kinds, and what each does to the world. The simulator and the scoring of detectors read the effect."""
+"""Faults on demand: their kinds, what each does to the world, what each may hit, and when.
+
+The simulator and the scoring of detectors read the effect; ``rrl inject`` and ``[faults]`` of job.toml read the rest.
+"""
 
 from __future__ import annotations
 
+import random
+import re
+from collections.abc import Mapping
 from enum import StrEnum
 
 from msgspec import Struct
 
 
 class Effect(StrEnum):
+    """What the world sees of a fault."""
+
     DIES = "dies"
     HANGS = "hangs"
+    SLOWS = "slows"
+    CUT = "cut"
+    """alive, and nobody reaches it"""
+    STORAGE = "storage"
+    CLUSTER = "cluster"
+    """Slurm itself does not answer"""
 
 
 class FaultKind(StrEnum):
     KILL = "kill"
     """SIGKILL to the process group of the role"""
     FREEZE = "freeze"
-    """SIGSTOP to the process group of the role"""
+    """SIGSTOP to the process group of the role; SIGCONT after ``seconds``, if given"""
+    SLOW = "slow"
+    """stopped and continued ten times a second, so that it runs ``amount`` (a share, 0 to 1) of the time"""
+    EXIT = "exit"
+    """the role ends itself with exit code ``amount``"""
+    EXCEPTION = "exception"
+    """an exception is raised in the role's own code"""
+    OUT_OF_MEMORY = "out_of_memory"
+    """its next allocations fail: the address space is limited to what it has"""
+    ENGINE_DEAD = "engine_dead"
+    """the process lives and beats, and works no more"""
     KILL_STEP = "kill_step"
     """SIGKILL to what holds the step: the role's launcher process, or its slurmstepd"""
+    CRASH = "crash"
+    """the node is gone with everything on it"""
+    CUT = "cut"
+    """the node's network is down for ``seconds``"""
+    DELAY = "delay"
+    """each packet of the node comes ``amount`` ms later, for ``seconds``"""
+    DISK_FULL = "disk_full"
+    """the run directory's file system is full for ``seconds``"""
+    OUTAGE = "outage"
+    """slurmctld answers nobody for ``seconds``; on a test cluster only"""
 
 
-EFFECT: dict[FaultKind, Effect] = {
-    FaultKind.KILL: Effect.DIES,
-    FaultKind.FREEZE: Effect.HANGS,
-    FaultKind.KILL_STEP: Effect.DIES,
+class Hits(StrEnum):
+    """What a fault is aimed at."""
+
+    REPLICA = "replica"
+    """``role/index``; an agent (``agent/<node>``) and the manager (``manager``) too, where the kind says so"""
+    NODE = "node"
+    """a node's name, or a replica, which stands for the node that it is on"""
+    RUN = "run"
+    """the run directory or the cluster: needs no target"""
+
+
+class Traits(Struct, frozen=True):
+    effect: Effect
+    hits: Hits
+    processes: bool = False
+    """it is done from outside, by signals: agents and programs without the worker API can be hit too"""
+    ends: bool = False
+    """it ends by itself after ``seconds``, where they are given"""
+    lasts: bool = False
+    """it needs ``seconds``"""
+    amount: str = ""
+    """what ``amount`` means, which it then needs"""
+
+
+TRAITS: dict[FaultKind, Traits] = {
+    FaultKind.KILL: Traits(Effect.DIES, Hits.REPLICA, processes=True),
+    FaultKind.FREEZE: Traits(Effect.HANGS, Hits.REPLICA, processes=True, ends=True),
+    FaultKind.SLOW: Traits(Effect.SLOWS, Hits.REPLICA, processes=True, ends=True, amount="share of time left to it"),
+    FaultKind.EXIT: Traits(Effect.DIES, Hits.REPLICA, amount="exit code"),
+    FaultKind.EXCEPTION: Traits(Effect.DIES, Hits.REPLICA),
+    FaultKind.OUT_OF_MEMORY: Traits(Effect.DIES, Hits.REPLICA, processes=True),
+    FaultKind.ENGINE_DEAD: Traits(Effect.HANGS, Hits.REPLICA, ends=True),
+    FaultKind.KILL_STEP: Traits(Effect.DIES, Hits.REPLICA, processes=True),
+    FaultKind.CRASH: Traits(Effect.DIES, Hits.NODE, ends=True),
+    FaultKind.CUT: Traits(Effect.CUT, Hits.NODE, ends=True, lasts=True),
+    FaultKind.DELAY: Traits(Effect.SLOWS, Hits.NODE, ends=True, lasts=True, amount="ms"),
+    FaultKind.DISK_FULL: Traits(Effect.STORAGE, Hits.RUN, ends=True, lasts=True),
+    FaultKind.OUTAGE: Traits(Effect.CLUSTER, Hits.RUN, ends=True, lasts=True),
 }
 
+MANAGER = "manager"
+"""The target that stands for the run's manager: it may be killed."""
+AGENT_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
+"""what an agent can be hit by"""
+MOST_CODE = 255
+"""the largest exit code that a process can have"""
 
-class Fault(Struct, frozen=True):
-    """One planned fault: ``kind`` hits replica ``target`` once the trainer has committed step ``at_step``."""
+
+class At(Struct, frozen=True, omit_defaults=True):
+    """When a fault is due; nothing set: as soon as its target works."""
+
+    step: int | None = None
+    """the trainer has committed this step"""
+    time: float | None = None
+    """s since the run had its first nodes"""
+    phase: str | None = None
+    """its target is in this phase"""
+
+    def __str__(self) -> str:
+        said = {"step": self.step, "time": None if self.time is None else f"{self.time:g}s", "phase": self.phase}
+        return next((f"{key}={value}" for key, value in said.items() if value is not None), "now")
+
+
+def read_at(text: str) -> At:
+    """From ``step=5``, ``time=90s`` or ``phase=train``. Raises ValueError that says what would be right."""
+    match = re.fullmatch(r"(step|time|phase)=(.+)", text)
+    if match is None:
+        raise ValueError(f'{text!r} is no moment; write "step=5", "time=90s" or "phase=train"')
+    key, value = match.groups()
+    if key == "phase":
+        return At(phase=value)
+    if key == "time":
+        from rrl.spec.units import seconds  # here, because it brings pydantic, which rrl status does without
+
+        return At(time=seconds(value))
+    if not re.fullmatch(r"[0-9]{1,9}", value):
+        raise ValueError(f'{text!r}: a step is a whole number, as in "step=5"')
+    return At(step=int(value))
+
+
+class Fault(Struct, frozen=True, omit_defaults=True):
+    """One fault: ``kind`` hits ``target`` once ``at`` has come."""
 
     id: str
     kind: FaultKind
-    target: str
-    """``role/index``"""
-    at_step: int
+    target: str = ""
+    """``role/index``, ``agent/<node>``, ``manager``, or the name of a node"""
+    at: At = At()
+    seconds: float = 0.0
+    """how long it lasts; 0: for good"""
+    amount: float = 0.0
+    """what the kind makes of it: an exit code, a share, ms"""
+    by: str = ""
+    """who ordered it; empty: the job spec"""
+
+
+def concrete(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: random.Random) -> str:
+    """A target that names one thing: of a role one replica is drawn, of nothing any replica."""
+    if TRAITS[kind].hits is Hits.RUN:
+        return ""
+    role = target or draw.choice(sorted(replicas))
+    return f"{role}/{draw.randrange(replicas[role])}" if role in replicas else target
+
+
+def unfit(
+    kind: FaultKind, target: str, seconds: float, amount: float, replicas: Mapping[str, int], at: At = At()
+) -> str:  # fmt: skip
+    """Why this kind cannot hit that target so; empty when it can. Names of nodes are not known before the run."""
+    return _unfit_figures(kind, seconds, amount) or _unfit_target(kind, target, replicas) or _unfit_at(kind, target, at)
+
+
+def _unfit_figures(kind: FaultKind, seconds: float, amount: float) -> str:
+    traits = TRAITS[kind]
+    if traits.lasts and not seconds:
+        return f"{kind} needs seconds: how long it lasts"
+    if seconds and not traits.ends:
+        return f"{kind} is for good: it takes no seconds"
+    if amount and not traits.amount:
+        return f"{kind} takes no amount"
+    if kind is FaultKind.SLOW and not 0 < amount < 1:
+        return "slow needs amount, the share of time that is left to its target, between 0 and 1"
+    if kind is FaultKind.EXIT and not (amount == int(amount) and 0 <= amount <= MOST_CODE):
+        return f"exit needs amount, the exit code, from 0 to {MOST_CODE}"
+    if kind is FaultKind.DELAY and not amount:
+        return "delay needs amount: ms"
+    return ""
+
+
+def _unfit_target(kind: FaultKind, target: str, replicas: Mapping[str, int]) -> str:
+    traits = TRAITS[kind]
+    role, slash, index = target.partition("/")
+    if traits.hits is Hits.RUN:
+        return f"{kind} needs no target: it is about the whole run" if target else ""
+    if target == MANAGER:
+        return "" if kind is FaultKind.KILL else f"the manager can only be killed, not {kind}"
+    if role == "agent" and slash:
+        return "" if kind in AGENT_KINDS else f"an agent can only have {', '.join(AGENT_KINDS)}, not {kind}"
+    if slash and role not in replicas:
+        return f'no role "{role}"; there are {", ".join(replicas)}'
+    if slash and not (index.isdigit() and int(index) < replicas[role]):
+        last = f"{role}/{replicas[role] - 1}"
+        return f'no replica "{target}"; of {role} there are {replicas[role]}, so the last one is "{last}"'
+    if not slash and target and target not in replicas and traits.hits is not Hits.NODE:
+        return f'no role "{target}"; there are {", ".join(replicas)}; a replica is written "rollout/0"'
+    return ""
+
+
+def _unfit_at(kind: FaultKind, target: str, at: At) -> str:
+    aimed = TRAITS[kind].hits is Hits.REPLICA and target != MANAGER and not target.startswith("agent/")
+    return f"at {at} needs a replica as target: only replicas have phases" if at.phase and not aimed else ""

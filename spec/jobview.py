@@ -28,13 +28,70 @@ class RoleView(Struct, frozen=True):
 
     name: str
     kind: str
-    """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command``"""
+    """``trainer``, ``rollout``, ``trajectories``, ``reward`` or ``command`` (a role of the user's own)"""
     replicas: int
     min_replicas: int
     each: Resources
     exclusive: bool
     argv: tuple[str, ...]
     env: dict[str, str] = {}
+    launcher: str = "direct"
+    """``direct``, ``apptainer`` or ``pyxis``"""
+    image: str = ""
+    """of the container, where the launcher makes one"""
+    watch: str = "api"
+    """``api``: it joins by :func:`rrl.join`; ``activity``: its launcher watches CPU, GPU and output in its stead"""
+    service: bool = True
+    """it is to run as long as the others do; else its exit with code 0 completes it"""
+
+
+class EnvView(Struct, frozen=True):
+    """What is set up on a node before anything of a role runs there."""
+
+    setup: tuple[str, ...] = ()
+    """lines of bash"""
+    modules: tuple[str, ...] = ()
+    venv: str = ""
+    conda: str = ""
+    passed: tuple[str, ...] = ()
+    """names, or patterns with ``*``, of variables that roles get from the submitting shell"""
+    probe: tuple[str, ...] = ()
+    """Python modules whose import each node must manage before a role is placed there"""
+    python: str = ""
+    """the interpreter on the nodes that has rrl"""
+    prober: str = "python"
+    """the one that the probe's modules are for: [env] python, or that of the venv or conda environment"""
+
+
+class ContainerView(Struct, frozen=True):
+    mounts: tuple[str, ...] = ()
+    """``source:target[:ro]``, besides the run directory and the job's folder"""
+    python: str = "python3"
+    """in the image, with rrl installed"""
+
+
+class ManagerView(Struct, frozen=True):
+    where: str = "job"
+    """``job``: a small Slurm job of its own; ``pool``: on the pool's first node"""
+    sbatch: dict[str, str] = {}
+
+
+class Part(Struct, frozen=True):
+    """Nodes of one shape that carry some of the roles: the whole pool, or in the other forms one role's nodes."""
+
+    name: str
+    """``pool``, the name of a role, or ``shared`` (the roles that share nodes)"""
+    roles: tuple[str, ...]
+    nodes: int
+    node: Resources
+    walltime: float = 86400.0
+    """of its allocations (s)"""
+    sbatch: dict[str, str] = {}
+    """further sbatch options, name without dashes; an empty value is a flag"""
+    separate: bool = False
+    """each node is a Slurm job of its own (form ``replica``)"""
+    needed: int = 0
+    """nodes without which the run does not start"""
 
 
 class PhaseView(Struct, frozen=True):
@@ -63,6 +120,8 @@ class Limits(Struct, frozen=True):
     """an intent without an answer stays open for so long: a timed-out sbatch can land later (measured)"""
     poll: float = 30.0
     """between two reads of the cluster (sites ask for 60 to 120 s per squeue); liveness does not hang on it"""
+    rotate: float = 600.0
+    """so long before an allocation's own end a successor is asked for, where the run goes on after it"""
     lease: float = 10.0
     """a manager's lease that does not change for so long is free"""
     adaptive: float = 5.0
@@ -96,6 +155,8 @@ class Recovery(Struct, frozen=True):
     """restarts of one replica within the window; then the run goes on without it for a window, or ends"""
     backoff: float = 1.0
     """pause (s) before the second restart within the window; doubles with each further one, up to 60 s"""
+    first_start: int = 3
+    """failed starts of a replica of which no life ever joined; then it is the job's mistake, not a node's"""
     breaker: float = 0.2
     """at most max(1, this share) of the nodes condemned within the window (docs/sources.md, guard rails)"""
 
@@ -103,26 +164,49 @@ class Recovery(Struct, frozen=True):
 class JobView(Struct, frozen=True):
     name: str
     steps: int
+    """optimizer steps after which the run is complete; 0: it has no trainer, and is complete when its commands are"""
     cluster: str
     """``local`` or ``slurm``"""
     roles: tuple[RoleView, ...]
-    nodes: int
-    """nodes of the pool, spares included"""
-    spares: int
-    node: Resources
+    parts: tuple[Part, ...]
     walltime: float = 86400.0
-    """of the pool's allocation (s)"""
-    sbatch: dict[str, str] = {}
-    """further sbatch options, name without dashes; an empty value is a flag"""
+    """s from the first nodes to the end of the run; a part with a shorter one is asked for anew before its end"""
+    spares: int = 0
+    form: str = "pool"
+    """``pool``, ``replica`` or ``hetjob`` (docs/architecture.md)"""
+    start_within: float = 3600.0
+    """s after which nodes that have come are given back, where others that the run cannot start without have not"""
+    env: EnvView = EnvView()
+    container: ContainerView = ContainerView()
+    network: str = ""
+    """name of an interface, or a CIDR, that everybody listens on; empty: chosen on each node"""
+    weights: str = "auto"
+    """how weights travel: ``auto``, ``ucx`` or ``tcp``"""
+    manager: ManagerView = ManagerView()
     limits: Limits = Limits()
     recovery: Recovery = Recovery()
     faults: tuple[Fault, ...] = ()
+    """planned by the job itself"""
+    faults_allowed: bool = False
+    """``rrl inject`` may add others"""
 
     def role(self, name: str) -> RoleView:
         return next(role for role in self.roles if role.name == name)
 
     def kind(self, kind: str) -> tuple[RoleView, ...]:
         return tuple(role for role in self.roles if role.kind == kind)
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+    def part_of(self, role: str) -> Part:
+        """The nodes that carry this role."""
+        return next(part for part in self.parts if role in part.roles)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the whole run, spares included."""
+        return sum(part.nodes for part in self.parts)
 
 
 def pool_nodes(roles: tuple[RoleView, ...], node: Resources) -> int:

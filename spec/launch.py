@@ -15,6 +15,12 @@ from rrl.spec.words import Life, NodeName
 
 LAUNCH_ENV = "RRL_LAUNCH"
 """Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""
+EXITED = "exited"
+"""``ExitRecord.why`` of a command that ended by itself, whatever its code"""
+NOT_STARTED = "not started: "
+"""how the ``why`` of a command begins that could not be started at all: proof that it is not there"""
+ENDED_AT_ONCE = "its step ended as soon as it began"
+"""how a cluster begins to say of a launch that its first process ended before it spoke"""
 
 
 class Launch(Struct, frozen=True):
@@ -36,6 +42,20 @@ class Launch(Struct, frozen=True):
     """true where the parent (slurmstepd) must not be outlived; false where roles outlive the manager (local)"""
     rank: int = 0
     world: int = 1
+    watch: str = "api"
+    """``api``: the command joins by itself; ``activity``: its first process speaks for it"""
+    setup: str = ""
+    """bash (:mod:`rrl.spec.prelude`) that sets up the node for the command; empty: there is nothing to set up"""
+    network: str = ""
+    """interface or CIDR to listen on; empty: chosen on the node"""
+    gpus: int = 0
+    """that it was given"""
+    in_image: bool = False
+    """the first process itself runs in a container: what the image sets in the environment reaches the command"""
+    probe: tuple[str, ...] = ()
+    """an agent's: command behind ``setup`` by which the node shows that roles can run here; empty: it need not"""
+    probe_within: float = 60.0
+    """s that it may take"""
 
 
 class ExitRecord(Struct, frozen=True):

@@ -60,7 +60,8 @@ def resolved(job: Job) -> dict[str, Any]:
     """The spec with every default filled in, as JSON values: durations in seconds, sizes in bytes."""
     filled = job.model_dump(mode="json")
     for role in job.view("python").roles:
-        filled["roles"][role.name]["min_replicas"] = role.min_replicas
+        table, name = job.table_of(role.name)
+        filled[table][name]["min_replicas"] = role.min_replicas
     return filled
 
 

@@ -119,3 +119,5 @@ class Outcome(StrEnum):
     COMPLETED = "completed"
     CANCELLED = "cancelled"
     FAILED = "failed"
+    REJECTED = "rejected"
+    """the job spec asks for what cannot be here: correct it and submit again"""

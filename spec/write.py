@@ -18,9 +18,13 @@ def as_toml(job: Job) -> str:
     """Round trip: loading the text gives an equal job (but for ``min_replicas``, whose default is spelt out)."""
     floors = {role.name: role.min_replicas for role in job.view("python").roles}
     roles = {
-        name: role.model_copy(update={"min_replicas": floors[name]}) for name, role in job.roles.named().items()
+        name: role.model_copy(update={"min_replicas": floors[name]}) for name, role in job.every_role().items()
     }
-    filled = job.model_copy(update={"roles": job.roles.model_copy(update=roles)})
+    built_in = {name: role for name, role in roles.items() if name not in job.commands}
+    filled = job.model_copy(update={
+        "roles": job.roles.model_copy(update=built_in) if built_in else None,
+        "commands": {name: roles[name] for name in job.commands},
+    })  # fmt: skip
     return "\n".join(_table(filled, ())).strip() + "\n"
 
 

@@ -22,8 +22,8 @@ args = { min_terms = 2, seeds = [1, 2] }
 replicas = 2
 env.FOO = "bar"
 
-[[faults]]
+[[faults.planned]]
 kind = "kill"
 target = "rollout/0"
-at_step = 5
+at = "step=5"
 """

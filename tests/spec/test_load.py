@@ -31,7 +31,7 @@ def test_a_valid_job_is_loaded_with_its_values(tmp_path: Path) -> None:
     job = load_job(tmp_path / "job.toml")
     assert (job.run.name, job.run.steps, job.cluster.node.mem) == ("small", 10, 4 * 2**30)
     assert job.roles.rollout.env == {"FOO": "bar"}
-    assert job.faults[0].target == "rollout/0"
+    assert job.faults.planned[0].target == "rollout/0"
 
 
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
@@ -68,17 +68,18 @@ WRONG: list[tuple[str, str, str]] = [
     ("cpus = 4", "cpu = 4", 'job.toml:7: cluster.node.cpu: unknown key; did you mean "cpus"?'),
     ('kind = "local"', "learning_rate = 1.0", "job.toml:6: cluster.learning_rate: unknown key; it belongs in"
      " [roles.trainer]"),
-    ('kind = "local"', 'at_step = 5', "job.toml:6: cluster.at_step: unknown key; it belongs in [[faults]]"),
+    ('kind = "local"', 'group_size = 5', "job.toml:6: cluster.group_size: unknown key; it belongs in [sampling]"),
     ("cpus = 4", "threads = 4", "job.toml:7: cluster.node.threads: unknown key; known here: cpus, gpus, mem"),
-    ("at_step = 5", "at_step = 5\nwhen = 1", "job.toml:24: faults[0].when: unknown key;"
-     " known here: kind, target, at_step"),
+    ('at = "step=5"', 'at = "step=5"\nwhen = 1', "job.toml:24: faults.planned[0].when: unknown key;"
+     " known here: kind, target, at, seconds, amount"),
     ("steps = 10", 'steps = 10\n"a b" = 1', 'job.toml:4: run."a b": unknown key; known here: name, steps, seed'),
     ("steps = 10\n", "", "job.toml:1: run.steps: missing; add steps = ... in [run]"
-     " (optimizer steps after which the run is complete)"),
-    ("at_step = 5\n", "", "job.toml:20: faults[0].at_step: missing; add at_step = ... in [[faults]]"
-     " (performed once the trainer has committed this step)"),
+     " (optimizer steps of a complete run)"),
+    ('at = "step=5"\n', "", "job.toml:20: faults.planned[0].at: missing; add at = ... in [[faults.planned]]"
+     ' ("step=5": once the trainer has committed that step; "time=90s": after the first nodes came; "phase=train":'
+     " once its target is in it)"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', "",
-     "job.toml: model: missing; add a table [model] with tokenizer.pieces"),
+     "job.toml: model: missing; the built-in role trajectories needs [model.tokenizer] with pieces; or give it a command"),
     ("steps = 10", 'steps = "10"', 'job.toml:3: run.steps: must be a whole number, not "10"'),
     ("steps = 10", "steps = true", "job.toml:3: run.steps: must be a whole number, not true"),
     ("steps = 10", "steps = 10.0", "job.toml:3: run.steps: must be a whole number, not 10.0"),
@@ -90,8 +91,9 @@ WRONG: list[tuple[str, str, str]] = [
      ' letters, digits and dashes: it is part of job names, not "Small one"'),
     ('kind = "local"', 'kind = "slrum"', 'job.toml:6: cluster.kind: must be "local" or "slurm", not "slrum";'
      ' did you mean "slurm"?'),
-    ('kind = "kill"', 'kind = "explode"', 'job.toml:21: faults[0].kind: must be "kill", "freeze" or "kill_step",'
-     ' not "explode"'),
+    ('kind = "kill"', 'kind = "explode"', 'job.toml:21: faults.planned[0].kind: must be "kill", "freeze",'
+     ' "slow", "exit", "exception", "out_of_memory", "engine_dead", "kill_step", "crash", "cut", "delay", "disk_full" or'
+     ' "outage", not "explode"'),
     ('"4GiB"', "4", 'job.toml:7: cluster.node.mem: a size needs a unit; write for example "4MiB"'),
     ('"4GiB"', '"4 gigs"', "job.toml:7: cluster.node.mem: '4 gigs' is not a size;"
      ' write for example "16GiB" or "512MiB"'),
@@ -120,14 +122,22 @@ WRONG: list[tuple[str, str, str]] = [
      " ([cluster.node] cpus = 4); lower it or raise the node's"),
     ("replicas = 2", 'replicas = 2\nmem = "8GiB"', 'job.toml:18: roles.rollout.mem: "8192MiB" is more than a node has'
      ' ([cluster.node] mem = "4096MiB"); lower it or raise the node\'s'),
-    ("rollout/0", "rollout/7", 'job.toml:22: faults[0].target: no replica "rollout/7"; [roles.rollout] replicas = 2,'
+    ("rollout/0", "rollout/7", 'job.toml:22: faults.planned[0].target: no replica "rollout/7"; of rollout there are 2,'
      ' so the last one is "rollout/1"'),
-    ("rollout/0", "judge/0", 'job.toml:22: faults[0].target: no role "judge";'
+    ("rollout/0", "judge/0", 'job.toml:22: faults.planned[0].target: no role "judge";'
      " there are trajectories, reward, trainer, rollout"),
-    ("rollout/0", "rollout", 'job.toml:22: faults[0].target: must be a replica, as in "rollout/0", not "rollout"'),
-    ("[[faults]]", "[faults]", "job.toml:20: faults: must be a list of tables, each under [[faults]], not a table"),
+    ("rollout/0", "rollouts", 'job.toml:22: faults.planned[0].target: no role "rollouts"; there are trajectories,'
+     ' reward, trainer, rollout; a replica is written "rollout/0"'),
+    ("step=5", "step5", "job.toml:23: faults.planned[0].at: 'step5' is no moment; write \"step=5\", \"time=90s\" or"
+     ' "phase=train"'),
+    ("step=5", "time=5", "job.toml:23: faults.planned[0].at: '5' is not a duration; write for example \"90s\", \"15min\","
+     ' "2h" or "1-12:00:00"'),
+    ('kind = "kill"', 'kind = "cut"', "job.toml:21: faults.planned[0].kind: cut needs seconds: how long it lasts"),
+    ('kind = "kill"', 'kind = "slow"\namount = 2.0', "job.toml:21: faults.planned[0].kind: slow needs amount, the share of"
+     " time that is left to its target, between 0 and 1"),
+    ("[[faults.planned]]", "[faults.planned]",
+     "job.toml:20: faults.planned: must be a list of tables, each under [[faults.planned]], not a table"),
     ("[run]", "run.name = 1\n[rum]", 'job.toml:1: run.name: must be text in quotes, not 1\n'
-     "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps after which the run is complete)\n"
      'job.toml:2: rum: unknown key; did you mean "run"?'),
     ('dataset = "chain_sum"', "", 'job.toml:12: task: needs exactly one of: dataset = "<reasoning-gym name>",'
      ' function = "module:function"'),
@@ -173,8 +183,41 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:14: phases.ask.progresses: must be false where waits_for is set: who waits makes no progress"),
     ("[task]", '[phases."a\\nb"]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:12: phases: 'a\\nb' is no name"
      " of a phase; use up to 60 printable characters"),
-    ("steps = 10", 'shortest = "8h"', "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps after"
-     " which the run is complete)\njob.toml:3: run.shortest: unknown key; it belongs in [phases.NAME]"),
+    ("steps = 10", 'shortest = "8h"', "job.toml:3: run.shortest: unknown key; it belongs in [phases.NAME]"),
+    # forms of allocations
+    ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" is for kind = "slurm"; remove it'),
+    ('kind = "local"', 'kind = "slurm"\nform = "replica"\nspares = 2', 'job.toml:8: cluster.spares: form = "replica" has'
+     " no spares: what is lost is asked for anew; remove it"),
+    ('kind = "local"', 'kind = "slurm"\nform = "hetjob"', "job.toml:7: cluster.form: the components shared, trainer would"
+     " have one node each: Slurm kills them when a node of another component fails (measured); take form = \"replica\", or"
+     " consent with one_node_components = true"),
+    ("replicas = 2", 'replicas = 2\nwalltime = "1h"', 'job.toml:18: roles.rollout.walltime: form = "pool" has one'
+     ' allocation for all roles; write it under [slurm] or [cluster], or set [cluster] form = "replica"'),
+    ('kind = "local"\n', 'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]'
+     "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than the run has ([cluster] walltime = "1h"); lower it or'
+     " raise the run's"),
+    ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
+     ' mean "pool"?'),
+    # the place
+    ("replicas = 2", 'launcher = "apptainer"', 'job.toml:17: roles.rollout.launcher: "apptainer" needs an image; set'
+     " [container] image"),
+    ("[task]", '[container]\nmounts = ["data"]\n[task]', "job.toml:13: container.mounts: 'data' is no mount; write"
+     ' "/source", "/source:/target" or "/source:/target:ro"'),
+    ("[task]", '[transport]\nnetwork = "10.4.0.0/99"\n[task]', "job.toml:13: transport.network: '10.4.0.0/99' is no"
+     ' interface and no network; write "ib0" or "10.4.0.0/16"'),
+    ("[task]", '[env]\npassed = ["A B"]\n[task]', "job.toml:13: env.passed: 'A B' is no name of an environment variable;"
+     ' write for example "WANDB_API_KEY" or "NCCL_*"'),
+    ("[task]", '[env]\nsetup = ["a\\nb"]\n[task]', "job.toml:13: env.setup: each entry is one line of bash, for example"
+     ' "source /opt/site/profile.sh"'),
+    ("[task]", '[env]\nprobe = ["a-b"]\n[task]', "job.toml:13: env.probe: 'a-b' is no name of a Python module; write for"
+     ' example "torch"'),
+    # roles of one's own
+    ("[task]", "[commands.judge]\n[task]", "job.toml:12: commands.judge.command: missing; add command = ... in"
+     " [commands.judge] (the program and its arguments; relative paths start at the folder of job.toml)"),
+    ("[task]", '[commands.trainer]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'trainer' is a name of rrl's own; take"
+     " another one for a role of yours"),
+    ("[task]", '[commands.Judge]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'Judge' is no name of a role; use up to"
+     " 30 lower case letters"),
     # not TOML
     ("steps = 10", "steps = ten", 'job.toml:3:9: not valid TOML: this is no value; text needs quotes ("..."), booleans'
      " are true and false"),
@@ -185,7 +228,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("[cluster]", "[run]", "job.toml:5:5: not valid TOML: table [run] is there twice"),
     ("cpus = 4,", "cpus = 4,\n", "job.toml:7:19: not valid TOML: expected a key; an inline table {...} must stand on"
      " one line"),
-    ("at_step = 5\n", "at_step = [", 'job.toml:23: not valid TOML: this is no value; text needs quotes ("..."),'
+    ('at = "step=5"\n', "at = [", 'job.toml:23: not valid TOML: this is no value; text needs quotes ("..."),'
      " booleans are true and false, up to the end of the file"),
 ]  # fmt: skip
 
@@ -201,18 +244,47 @@ def test_each_mistake_is_told_with_file_line_key_and_what_is_right(
 def test_several_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = JOB.replace("steps = 10", "step = 10").replace("cpus = 4", "cpus = 0").replace('"kill"', '"kil"')
     assert [line.split(": ")[:2] for line in complaint(tmp_path, text).splitlines()] == [
-        ["job.toml:1", "run.steps"], ["job.toml:3", "run.step"], ["job.toml:7", "cluster.node.cpus"],
-        ["job.toml:21", "faults[0].kind"],
+        ["job.toml:3", "run.step"], ["job.toml:7", "cluster.node.cpus"], ["job.toml:21", "faults.planned[0].kind"],
     ]  # fmt: skip
 
 
 def test_an_empty_file_is_told_what_it_needs(tmp_path: Path) -> None:
-    assert complaint(tmp_path, "").splitlines() == [
-        "job.toml: model: missing; add a table [model] with tokenizer.pieces",
-        "job.toml: run: missing; add a table [run] with name and steps",
-        "job.toml: task: missing; add a table [task] (Where prompts and rewards come from: a reasoning-gym dataset, or"
-        " a function of yours.)",
+    assert complaint(tmp_path, "") == "job.toml: run: missing; add a table [run] with name"
+
+
+NOTHING = '[run]\nname = "x"\n'
+OWN = '[commands.judge]\ncommand = ["./judge"]\n'
+TASK = '[task]\ndataset = "chain_sum"\n'
+UNFIT: list[tuple[str, str]] = [
+    (NOTHING, "job.toml:1: run: there is nothing to do: add a [task] for the trainer and the rollouts, or a [commands.NAME]"),
+    (NOTHING + TASK, "job.toml:1: run.steps: missing; add steps = ... in [run] (optimizer steps of a complete run)"),
+    (NOTHING + OWN + "[roles.rollout]\nreplicas = 2\n", "job.toml:5: roles.rollout: needs a [task]; a role of your own goes under"
+     " [commands.NAME]"),
+    (NOTHING + OWN + "service = true\n", "job.toml:3: commands: are all services: the run would never end; set service = false for"
+     " one"),
+    (NOTHING + "steps = 3\n" + OWN, "job.toml:3: run.steps: counts the trainer's steps, and there is no [task]; remove it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), UNFIT)
+def test_a_job_needs_something_to_do(tmp_path: Path, text: str, expected: str) -> None:
+    assert complaint(tmp_path, text) == expected
+
+
+def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path) -> None:
+    text = JOB.replace('"local"', '"slurm"\nform = "replica"').replace("[task]", '[roles.reward]\nslurm.account = "x"\n[task]')
+    assert complaint(tmp_path, text) == (
+        "job.toml:14: roles.reward.slurm: this role shares its node with others; set exclusive = true, or remove it"
+    )
+
+
+def test_a_job_may_consist_of_a_role_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(NOTHING + OWN)
+    view = load_job(tmp_path / "job.toml").view("python")
+    assert [(role.name, role.kind, role.argv, role.service) for role in view.roles] == [
+        ("judge", "command", ("./judge",), False)
     ]
+    assert view.steps == 0
 
 
 def test_what_is_no_text_is_refused_with_the_line(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""What no single key of job.toml can be wrong about: mistakes between several, each shown at the key to change."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from typing import TYPE_CHECKING
+
+from rrl.spec.faults import TRAITS, FaultKind, Hits, read_at, unfit
+from rrl.spec.job_faults import fitting
+from rrl.spec.job_roles import CommandRole, Role
+from rrl.spec.phases import PHASES
+from rrl.spec.tables import mistake
+from rrl.spec.units import duration_text
+
+if TYPE_CHECKING:
+    from rrl.spec.job import Job, PhaseTable
+
+
+def check(job: Job) -> None:
+    """Raises PydanticCustomError at the first mistake, with the key that it is shown at."""
+    _work(job)
+    _model(job)
+    _form(job)
+    for name, phase in job.phases.items():
+        _phase(job, name, phase)
+    for name, role in job.every_role().items():
+        _role(job, name, role)
+    _faults(job)
+
+
+def _work(job: Job) -> None:
+    """There is something to do, and the built-in roles have what they need."""
+    if job.task is None:
+        if not job.commands:
+            raise mistake(
+                ("run",), "there is nothing to do: add a [task] for the trainer and the rollouts, or a [commands.NAME]"
+            )
+        given = [name for name in type(job.roles).model_fields if name in job.roles.model_fields_set]
+        if given:
+            raise mistake(("roles", given[0]), "needs a [task]; a role of your own goes under [commands.NAME]")
+        if all(role.service for role in job.commands.values()):
+            raise mistake(("commands",), "are all services: the run would never end; set service = false for one")
+        if job.run.steps is not None:
+            raise mistake(("run", "steps"), "counts the trainer's steps, and there is no [task]; remove it")
+        return
+    if job.run.steps is None:
+        raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
+    built_in = [name for name, role in job.roles.named().items() if role.command is None]
+    if job.model is None and built_in:
+        needs = f"missing; the built-in role {built_in[0]} needs [model.tokenizer] with pieces; or give it a command"
+        raise mistake(("model",), needs)
+
+
+def _model(job: Job) -> None:
+    model = job.model
+    if model is None:
+        return
+    if model.heads % model.kv_heads:
+        raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; take a divisor")
+    if job.sampling.max_new_tokens >= model.max_length:
+        raise mistake(
+            ("sampling", "max_new_tokens"),
+            f"{job.sampling.max_new_tokens} leaves no room for a prompt in [model] max_length ="
+            f" {model.max_length}; lower it or raise max_length",
+        )
+
+
+def _form(job: Job) -> None:
+    """Forms of allocations: what fits them."""
+    cluster = job.cluster
+    if cluster.form == "pool":
+        return
+    if cluster.kind == "local":
+        raise mistake(("cluster", "form"), f'"{cluster.form}" is for kind = "slurm"; remove it')
+    if "spares" in cluster.model_fields_set and cluster.spares:
+        why = f'form = "{cluster.form}" has no spares: what is lost is asked for anew; remove it'
+        raise mistake(("cluster", "spares"), why)
+    if job.manager.where == "pool":
+        raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
+    if cluster.form == "hetjob" and not cluster.one_node_components:
+        small = [part.name for part in job.view("python").parts if part.nodes == 1]
+        if small and len(job.view("python").parts) > 1:
+            raise mistake(
+                ("cluster", "form"),
+                f"the components {', '.join(small)} would have one node each: Slurm kills them when a node of another"
+                ' component fails (measured); take form = "replica", or consent with one_node_components = true',
+            )
+
+
+def _role(job: Job, name: str, role: Role) -> None:
+    at, form = job.table_of(name), job.cluster.form
+    if role.min_replicas is not None and role.min_replicas > role.replicas:
+        raise mistake(
+            (*at, "min_replicas"),
+            f"{role.min_replicas} is more than replicas = {role.replicas}; lower it or raise replicas",
+        )
+    for key in ("slurm", "walltime"):
+        if getattr(role, key) and form == "pool":
+            raise mistake((*at, key), 'form = "pool" has one allocation for all roles; write it under [slurm] or'
+                          ' [cluster], or set [cluster] form = "replica"')  # fmt: skip
+        if getattr(role, key) and not role.exclusive:
+            raise mistake((*at, key), "this role shares its node with others; set exclusive = true, or remove it")
+    if role.walltime and role.walltime > job.cluster.walltime:
+        raise mistake(
+            (*at, "walltime"),
+            f'"{duration_text(role.walltime)}" is more than the run has ([cluster] walltime ='
+            f' "{duration_text(job.cluster.walltime)}"); lower it or raise the run\'s',
+        )
+    if role.launcher != "direct" and not (role.image or job.container.image):
+        raise mistake((*at, "launcher"), f'"{role.launcher}" needs an image; set [container] image')
+    if role.launcher == "pyxis" and job.cluster.kind == "local":
+        raise mistake((*at, "launcher"), '"pyxis" is a plugin of Slurm; write "apptainer" or "direct" here')
+    if form == "pool" or not role.exclusive:
+        _fits_a_node(job, name, role)
+
+
+def _fits_a_node(job: Job, name: str, role: Role) -> None:
+    for what in ("cpus", "gpus", "mem"):
+        wanted, has = getattr(role, what), getattr(job.cluster.node, what)
+        if wanted > has:
+            raise mistake(
+                (*job.table_of(name), what),
+                f"{_amount(what, wanted)} is more than a node has ([cluster.node] {what} ="
+                f" {_amount(what, has)}); lower it or raise the node's",
+            )
+
+
+def _faults(job: Job) -> None:
+    replicas = {name: role.replicas for name, role in job.every_role().items()}
+    for index, one in enumerate(job.faults.planned):
+        if why := unfit(one.kind, one.target, one.seconds, one.amount, replicas, read_at(one.at)):
+            raise mistake(("faults", "planned", index, "target" if "no r" in why else "kind"), why)
+        _helps(job, one.kind, one.target, ("faults", "planned", index, "kind"))
+    for index, some in enumerate(job.faults.random):
+        for kind in some.kinds:
+            if why := unfit(kind, some.target, *fitting(kind, some), replicas):
+                raise mistake(("faults", "random", index, "target" if "no r" in why else "kinds"), why)
+            _helps(job, kind, some.target, ("faults", "random", index, "kinds"))
+
+
+def _helps(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:
+    """What a role does to itself, it must be asked to through the worker API."""
+    role = job.every_role().get(target.partition("/")[0])
+    traits = TRAITS[kind]
+    if traits.hits is Hits.REPLICA and not traits.processes and isinstance(role, CommandRole) and role.watch != "api":
+        raise mistake(at, f'{kind} needs the worker API, and {target} is only watched (watch = "{role.watch}")')
+
+
+def _phase(job: Job, name: str, table: PhaseTable) -> None:
+    """A mistyped name must not pass for a phase of the user's own, hence what only such a phase needs."""
+    at, declared = ("phases", name), PHASES.get(name)
+    if declared is None and (table.progresses is None or table.longest is None):
+        near = difflib.get_close_matches(name, PHASES, 1)
+        meant = f"did you mean {json.dumps(near[0])}? " if near else ""
+        raise mistake(at, f"is no phase of rrl's; {meant}a phase of your own needs progresses and longest")
+    if declared is not None:
+        for key in ("progresses", "waits_for"):
+            if getattr(table, key) is not None:
+                raise mistake((*at, key), "is fixed for a phase of rrl's; remove it, or name a phase of your own")
+        if table.shortest is None and table.longest is None:
+            raise mistake(at, "says nothing; set shortest, longest or both")
+        if declared.longest == math.inf and table.longest is not None:
+            raise mistake((*at, "longest"), "this phase may last for ever; remove it")
+    if table.waits_for is not None and table.waits_for not in (roles := job.every_role()):
+        raise mistake((*at, "waits_for"), f'no role "{table.waits_for}"; there are {", ".join(roles)}')
+    if table.waits_for is not None and table.progresses:
+        raise mistake((*at, "progresses"), "must be false where waits_for is set: who waits makes no progress")
+    merged = job.merged_limits().phase(name)
+    if merged.shortest > merged.longest:
+        key = "shortest" if table.shortest is not None else "longest"
+        raise mistake(
+            (*at, key),
+            f'shortest = "{duration_text(merged.shortest)}" is more than longest ='
+            f' "{duration_text(merged.longest)}"; set both',
+        )
+
+
+def _amount(what: str, value: int) -> str:
+    return f'"{value / 2**20:g}MiB"' if what == "mem" else str(value)

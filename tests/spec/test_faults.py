@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import random
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.spec.faults import TRAITS, At, Fault, FaultKind, Hits, concrete, read_at, unfit
+from rrl.spec.job import Job
+from rrl.spec.job_faults import MOST_RANDOM, FaultsTable, plan_faults
+from rrl.spec.load import SpecError, load_job
+from rrl.tests.spec.jobs import JOB
+
+REPLICAS = {"trainer": 1, "rollout": 4}
+RANDOM = {"kinds": ["kill", "freeze", "slow"], "every": "60s", "seconds": "5s", "amount": 0.5}
+
+
+def drawn(horizon: float = 3600.0, **table: object) -> tuple[Fault, ...]:
+    return plan_faults(FaultsTable.model_validate(table), REPLICAS, horizon)
+
+
+def test_the_same_seed_draws_the_same_faults_and_another_one_others() -> None:
+    assert drawn(seed=1, random=[RANDOM]) == drawn(seed=1, random=[RANDOM])
+    assert drawn(seed=1, random=[RANDOM]) != drawn(seed=2, random=[RANDOM])
+
+
+def test_random_faults_come_at_their_rate_over_the_whole_run_and_each_hits_one_replica() -> None:
+    faults = drawn(horizon=60 * 500, seed=3, random=[RANDOM])
+    assert 400 < len(faults) < 600
+    times = [fault.at.time or 0.0 for fault in faults]
+    assert times == sorted(times)
+    assert times[-1] <= 60 * 500
+    assert {fault.target for fault in faults} == {"trainer/0", *(f"rollout/{i}" for i in range(4))}
+    assert len({fault.id for fault in faults}) == len(faults)
+
+
+def test_what_a_kind_does_not_take_is_left_out_of_a_drawn_one() -> None:
+    how = {fault.kind: (fault.seconds, fault.amount) for fault in drawn(seed=3, random=[RANDOM])}
+    assert how == {FaultKind.KILL: (0.0, 0.0), FaultKind.FREEZE: (5.0, 0.0), FaultKind.SLOW: (5.0, 0.5)}
+
+
+def test_however_many_could_be_the_journal_holds_no_more_than_it_can_bear() -> None:
+    faults = drawn(horizon=86400.0, random=[{**RANDOM, "every": "1s"}])
+    assert len(faults) == MOST_RANDOM
+    assert len(msgspec.msgpack.encode(faults)) < 100 * MOST_RANDOM
+
+
+def test_a_planned_fault_of_a_role_hits_one_of_its_replicas() -> None:
+    (fault,) = drawn(planned=[{"kind": "kill", "target": "rollout", "at": "step=5"}])
+    assert fault.target in {f"rollout/{i}" for i in range(4)}
+    assert fault.at == At(step=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "at"), [("step=5", At(step=5)), ("time=90s", At(time=90.0)), ("phase=train", At(phase="train"))]
+)
+def test_a_moment_is_read_and_shown_as_it_is_written(text: str, at: At) -> None:
+    assert read_at(text) == at
+    assert str(at) == text
+
+
+@pytest.mark.parametrize("text", ["", "step", "step=", "step=-1", "step=1.5", "time=soon", "when=1", "step=9999999999"])
+def test_what_is_no_moment_is_refused_with_what_would_be_right(text: str) -> None:
+    with pytest.raises(ValueError, match=r"step=5|whole number|write for example"):
+        read_at(text)
+
+
+def test_every_kind_has_traits_that_agree_with_each_other() -> None:
+    assert TRAITS.keys() == set(FaultKind)
+    for traits in TRAITS.values():
+        assert traits.ends or not traits.lasts
+        assert traits.hits is Hits.REPLICA or not traits.processes
+
+
+@pytest.mark.parametrize("kind", FaultKind)
+def test_every_kind_fits_some_target(kind: FaultKind) -> None:
+    traits = TRAITS[kind]
+    seconds, amount = (5.0 if traits.lasts else 0.0), (0.5 if kind is FaultKind.SLOW else 3.0 if traits.amount else 0.0)
+    target = "" if traits.hits is Hits.RUN else "rollout/0"
+    assert unfit(kind, target, seconds, amount, REPLICAS) == ""
+    assert unfit(kind, "rollout/4", seconds, amount, REPLICAS)
+
+
+def test_the_run_itself_is_no_target_that_could_be_drawn() -> None:
+    assert concrete("", FaultKind.OUTAGE, REPLICAS, random.Random(0)) == ""
+
+
+def test_a_program_that_is_only_watched_is_not_planned_to_do_anything_to_itself(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    own = '[commands.judge]\ncommand = ["judge"]\nwatch = "activity"\n'
+    planned = JOB.replace('target = "rollout/0"', 'target = "judge/0"') + own
+    path.write_text(planned)
+    load_job(path)
+    path.write_text(planned.replace('kind = "kill"', 'kind = "exception"'))
+    with pytest.raises(SpecError, match='exception needs the worker API, and judge/0 is only watched'):
+        load_job(path)
+
+
+def test_what_cannot_be_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    for old, new, why in (
+        ('kind = "kill"', 'kind = "cut"', "cut needs seconds: how long it lasts"),
+        ('at = "step=5"', 'at = "step=5"\nseconds = "3s"', "kill is for good: it takes no seconds"),
+        ('kind = "kill"', 'kind = "exit"\namount = 256', "exit needs amount, the exit code, from 0 to 255"),
+    ):
+        path.write_text(JOB.replace(old, new))
+        with pytest.raises(SpecError, match=why):
+            load_job(path)
+    view = Job.model_validate(tomllib.loads(JOB)).view("python")
+    assert [fault.id for fault in view.faults] == ["f0"]
+    assert not view.faults_allowed

@@ -1,0 +1,181 @@
+"""What [env] becomes: the bash text itself, and what bash makes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rrl.spec.environment import passing
+from rrl.spec.jobview import EnvView
+from rrl.spec.prelude import behind, prelude
+
+GOLDEN = """\
+rrl_words=$1 rrl_report=$2 rrl_folder=$PWD
+shift 2
+rrl_command=("$@")
+set --  # a script that is sourced sees the arguments of whoever sources it
+exec {rrl_stderr}>&2 2>&"$rrl_words"
+trap 'rrl_code=$?; printf "[env] %s failed (exit %s)" "$rrl_at" "$rrl_code" >&"$rrl_report"; exit "$rrl_code"' EXIT
+rrl_check() { local code=$?; [ "$code" = 0 ] || exit "$code"; }
+rrl_fail() { printf '%s\\n' "$1" >&2; exit 1; }
+rrl_at='setup line 1'
+eval 'source /opt/site/profile.sh'
+rrl_check
+rrl_at='setup line 2'
+eval 'export WHO='"'"'me'"'"''
+rrl_check
+rrl_at=modules
+if ! type module >/dev/null 2>&1; then
+    for rrl_file in /etc/profile.d/z00_lmod.sh /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do
+        if [ -r "$rrl_file" ]; then source "$rrl_file"; break; fi
+    done
+fi
+type module >/dev/null 2>&1 || rrl_fail 'there is no "module" on this node; define it by a line of [env] setup, for \
+example "source /opt/lmod/init/bash"'
+rrl_check
+rrl_at='module load cuda/12.4'
+module load cuda/12.4
+rrl_check
+rrl_at='venv ~/venvs/rl'
+[ -r "$HOME"/venvs/rl/bin/activate ] || rrl_fail 'there is no bin/activate in it on this node'
+source "$HOME"/venvs/rl/bin/activate
+rrl_check
+rrl_at='conda rl'
+case "$(type -t conda)" in
+    function) ;;
+    file) eval "$(conda shell.bash hook)" ;;
+    *) [ -x "${CONDA_EXE:-}" ] || rrl_fail 'there is no "conda" on this node; put it into PATH by a line of [env] setup'
+       eval "$("$CONDA_EXE" shell.bash hook)" ;;
+esac
+conda activate rl
+rrl_check
+rrl_at="return to $rrl_folder"
+[ "$PWD" = "$rrl_folder" ] || cd "$rrl_folder"
+rrl_check
+trap - EXIT
+if ! type -P -- "${rrl_command[0]}" >/dev/null; then
+    printf 'there is no command %s on this node, after [env] with PATH=%s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
+    exit 127
+fi
+printf begun >&"$rrl_report"
+exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_words}>&- {rrl_report}>&-
+exec "${rrl_command[@]}"
+"""
+
+
+def test_env_becomes_this_text() -> None:
+    env = EnvView(
+        setup=("source /opt/site/profile.sh", "export WHO='me'"), modules=("cuda/12.4",), venv="~/venvs/rl", conda="rl"
+    )
+    assert prelude(env) == GOLDEN
+
+
+def test_an_env_that_sets_nothing_up_is_no_text() -> None:
+    assert prelude(EnvView(passed=("WANDB_API_KEY",), probe=("torch",), python="/x/python")) == ""
+
+
+class Said:
+    """How a command behind a prelude ended: ``report`` is what was told of the setting up, ``words`` its stderr."""
+
+    def __init__(self, env: EnvView, *command: str, home: Path = Path("/"), **variables: str) -> None:
+        words, words_in = os.pipe()
+        report, report_in = os.pipe()
+        given = {"PATH": "/usr/bin:/bin", "HOME": str(home)} | variables
+        argv: Sequence[str] = behind(prelude(env), words_in, report_in, command or ("true",))
+        kept = (words_in, report_in)
+        done = subprocess.run(argv, env=given, cwd="/tmp", capture_output=True, text=True, pass_fds=kept)
+        for fd in kept:
+            os.close(fd)
+        self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
+        with open(words) as file:
+            self.words = file.read()
+        with open(report) as file:
+            self.report = file.read()
+
+
+def test_lines_are_run_in_order_in_one_shell_and_the_command_sees_what_they_set() -> None:
+    said = Said(EnvView(setup=("A=1", "export B=$((A + 1))", "cd /usr")), "sh", "-c", "echo $B $A $PWD; echo own >&2")
+    assert (said.report, said.out, said.err, said.words) == ("begun", "2 /tmp\n", "own\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "word"),
+    [
+        ("ls /no/such/folder", "2", "/no/such/folder"),
+        ("exit 7", "7", ""),
+        ("set -e; false; true", "1", ""),
+        ("echo 'never closed", "2", "unexpected EOF"),
+        ("no-such-command", "127", "command not found"),
+        ("source /no/such/file", "1", "No such file"),
+    ],
+)
+def test_a_line_that_fails_keeps_the_command_from_starting_and_is_named(line: str, code: str, word: str) -> None:
+    said = Said(EnvView(setup=("true", line, "echo on >&2")), "echo", "started")
+    assert said.report.startswith(f"[env] setup line 2 failed (exit {code})") or code == "1"
+    assert said.report.startswith("[env] setup line 2 failed (exit ")
+    assert word in said.words
+    assert "on" not in said.words.split()
+    assert said.out == ""
+
+
+def test_a_sourced_script_does_not_see_the_arguments_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "setvars.sh").write_text('export SEEN="$#"\n')
+    said = Said(EnvView(setup=(f"source {tmp_path}/setvars.sh",)), "sh", "-c", "echo $SEEN")
+    assert said.out == "0\n"
+
+
+def test_modules_are_loaded_by_the_sites_own_function_and_one_that_is_missing_is_named() -> None:
+    module = "module() { [ \"$2\" != bad ] || { echo \"Unable to locate '$2'\" >&2; return 1; }; export HAS=$HAS.$2; }"
+    said = Said(EnvView(setup=(module,), modules=("gcc", "cuda/12")), "sh", "-c", "echo $HAS")
+    assert (said.report, said.out) == ("begun", ".gcc.cuda/12\n")
+    said = Said(EnvView(setup=(module,), modules=("gcc", "bad")))
+    assert said.report == "[env] module load bad failed (exit 1)"
+    assert "Unable to locate" in said.words
+
+
+def test_a_node_without_modules_says_so() -> None:
+    said = Said(EnvView(modules=("cuda",)))
+    assert said.report == "[env] modules failed (exit 1)"
+    assert 'there is no "module" on this node' in said.words
+
+
+def test_a_venv_is_activated_and_one_that_is_absent_is_named(tmp_path: Path) -> None:
+    (tmp_path / "v/bin").mkdir(parents=True)
+    (tmp_path / "v/bin/activate").write_text("export VIRTUAL_ENV=here PATH=/v:$PATH\n")
+    said = Said(EnvView(venv="~/v"), "sh", "-c", "echo $VIRTUAL_ENV $PATH", home=tmp_path)
+    assert said.out == "here /v:/usr/bin:/bin\n"
+    said = Said(EnvView(venv=str(tmp_path / "w")))
+    assert said.report == f"[env] venv {tmp_path}/w failed (exit 1)"
+    assert "no bin/activate" in said.words
+
+
+def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_path: Path) -> None:
+    """By a fake conda that answers its hook as the real one does: with the text of a shell function."""
+    conda = tmp_path / "fake_conda"
+    conda.write_text('#!/bin/sh\necho \'conda() { [ "$2" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }\'\n')
+    conda.chmod(0o755)
+    said = Said(EnvView(conda="rl"), "sh", "-c", "echo $CONDA_DEFAULT_ENV", CONDA_EXE=str(conda))
+    assert (said.report, said.out) == ("begun", "rl\n")
+    assert Said(EnvView(conda="no"), CONDA_EXE=str(conda)).report == "[env] conda no failed (exit 1)"
+    assert 'there is no "conda" on this node' in Said(EnvView(conda="rl")).words
+
+
+def test_a_command_that_is_not_there_is_told_with_where_it_was_looked_for() -> None:
+    said = Said(EnvView(setup=("PATH=/nowhere",)), "no-such-command")
+    assert said.report == "there is no command no-such-command on this node, after [env] with PATH=/nowhere"
+    assert said.code == 127
+
+
+def test_variables_pass_by_name_or_beginning_but_never_those_of_a_launcher() -> None:
+    shell = {
+        "WANDB_API_KEY": "secret", "NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "SYS", "OTHER": "x", "SLURM_JOB_ID": "7",
+        "PMIX_RANK": "0", "PMI_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "RRL_LAUNCH": "/x",
+    }  # fmt: skip
+    assert passing(("WANDB_API_KEY", "NCCL_*", "MISSING"), shell) == {
+        "NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "SYS", "WANDB_API_KEY": "secret",
+    }  # fmt: skip
+    assert passing(("S*", "PMI*", "OMPI_*", "RRL_*", "SLURM_JOB_ID"), shell) == {}
