@@ -81,12 +81,14 @@ class StopStep(Struct, frozen=True, tag=True):
 
 
 class Perform(Struct, frozen=True, tag=True):
-    """Have the agent on the target's node perform a planned fault."""
+    """Have a planned or ordered fault performed. ``step``, ``node`` and ``life`` are what its target is at this moment;
+    empty where the fault is not about such a thing."""
 
     fault: Fault
     step: str
     node: NodeName
     why: Why
+    life: Life | None = None
 
     @property
     def tag(self) -> str:
@@ -99,6 +101,8 @@ class Fence(Struct, frozen=True, tag=True):
     life: Life
     rung: Rung
     why: Why
+    to: NodeName | None = None
+    """it has not failed: its replica moves to this node, and no budget is charged"""
 
     @property
     def tag(self) -> str:

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from rrl.manager.actions import Decision, Outside
 from rrl.manager.cluster import AllocationSeen, NodeSeen
+from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import JobView
 from rrl.spec.words import Finding, Life, NodeName, Outcome, ReplicaId, Version
 
@@ -75,6 +76,8 @@ class AgentJoined(Struct, frozen=True, tag=True):
     node: NodeName
     host: str
     pid: int
+    probe: str = ""
+    """what its node cannot do that the job's roles need (``[env] probe``), in its own words; empty: it can"""
 
 
 class Admitted(Struct, frozen=True, tag=True):
@@ -141,12 +144,23 @@ class FindingChanged(Struct, frozen=True, tag=True):
 
 
 class FaultInjected(Struct, frozen=True, tag=True):
-    """The truth about an injected fault, so that detection can be scored and reports tell injected from real."""
+    """The truth about an injected fault, so that detection can be scored and reports tell injected from real.
+
+    What lasts has two: when it began, and when it was over (``ended``)."""
 
     fault: str
-    life: Life
+    life: Life | None
+    """that was hit; None: none was, or not one"""
     ok: bool
+    """it was performed"""
     detail: str = ""
+    """what was done, or why not, in the words of whoever did it"""
+    kind: FaultKind | None = None
+    target: str = ""
+    node: NodeName = NodeName("")
+    ended: bool = False
+    unknown: bool = False
+    """nobody knows whether it was performed; it is not tried again"""
 
 
 class Commanded(Struct, frozen=True, tag=True):
@@ -156,6 +170,15 @@ class Commanded(Struct, frozen=True, tag=True):
     by: str
     id: str
     """of the mailbox file: a command is taken once"""
+
+
+class Ordered(Struct, frozen=True, tag=True):
+    """A person ordered a fault. A :class:`FaultInjected` tells what came of it, also of one that is refused."""
+
+    fault: Fault
+    by: str
+    id: str
+    """of the mailbox file, as in :class:`Commanded`"""
 
 
 class RunEnded(Struct, frozen=True, tag=True):
@@ -168,7 +191,7 @@ class RunEnded(Struct, frozen=True, tag=True):
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | Done | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | FirstWorkDone | VersionHeld | StepCommitted
-    | FindingChanged | FaultInjected | Commanded | RunEnded
+    | FindingChanged | FaultInjected | Commanded | Ordered | RunEnded
 )  # fmt: skip
 
 

@@ -8,13 +8,27 @@ from typing import Any
 import msgspec
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
-from rrl.manager.cluster import AllocationState, Ask
+from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
+from rrl.manager.fold_nodes import allocation_changed, given_back, kept, node_changed, not_requested, requested
 from rrl.manager.rewards import committed
-from rrl.manager.state import Allocation, Lingering, Node, Open, Refusal, Replica, Start, State, Status
-from rrl.spec.words import Life, NodeName, ReplicaId, Verdict, replica_id
+from rrl.manager.state import (
+    NEVER_APPEARED,
+    First,
+    Lingering,
+    Node,
+    Open,
+    Replica,
+    Start,
+    State,
+    Status,
+    completes,
+    finding_about,
+)  # fmt: skip
+from rrl.spec.faults import TRAITS, Hits
+from rrl.spec.launch import ENDED_AT_ONCE, EXITED, NOT_STARTED
+from rrl.spec.words import Life, NodeName, ReplicaId, Verdict, replica_id, role_of
 
-REFUSED_PAUSE = 10.0
+RETURN_PAUSE = 10.0
 """s before a give-back or a stop that the cluster refused is asked for again"""
 LONGEST_PAUSE = 60.0
 """s that the pause before a restart doubles up to: ten restarts take four minutes, a short outage does not"""
@@ -48,13 +62,6 @@ def _replica(state: State, id: ReplicaId, **changes: Any) -> State:
     return _with(state, replicas={**state.replicas, id: held})
 
 
-def _allocation(state: State, tag: str, **changes: Any) -> State:
-    held = state.allocations.get(tag)
-    if held is None:
-        return state
-    return _with(state, allocations={**state.allocations, tag: msgspec.structs.replace(held, **changes)})
-
-
 def _about(fold_one: _Fold) -> _Fold:
     """For events about a life: one that is not believed changes nothing."""
 
@@ -76,18 +83,18 @@ def _intended(state: State, at: float, event: ev.Intended) -> State:
     action = event.action
     state = _with(state, intents={**state.intents, action.tag: Open(action, at)})
     if isinstance(action, Request):
-        allocation = Allocation(action.ask.tag, action.ask, at)
-        return _with(state, allocations={**state.allocations, allocation.tag: allocation})
+        return requested(state, at, action.ask)
     if isinstance(action, Release):
-        return _allocation(state, action.allocation, releasing=True)
+        return given_back(state, at, action.allocation)
     if isinstance(action, Launch):
         return _replica(
             state, action.life.replica, status=Status.LAUNCHING, incarnation=action.life.incarnation, since=at,
-            node=action.node, allocation=action.allocation, step=action.step, pid=None, host="", phase="",
+            node=action.node, allocation=action.allocation, step=action.step, first=None, pid=None, host="", phase="",
             phase_since=at, waits_for=None, listens=None, serves=None, holds=None, prefer=None,
+            fault="",
         )  # fmt: skip
     if isinstance(action, Perform):
-        return _with(state, faults=(*state.faults, action.fault.id))
+        return _performing(state, action)
     held_step = state.lingering.get(action.step)
     if held_step is None and not state.believed(action.life):
         return state
@@ -111,16 +118,17 @@ def _done(state: State, at: float, event: ev.Done) -> State:
             return _with(state, lingering=_without(state.lingering, action.step))
         return state
     if isinstance(action, Request):  # certainly not done: nothing of it exists
-        state = _refused(state, Refusal(action.ask.tag, at, event.detail, event.unheard))
-        return _with(state, allocations=_without(state.allocations, action.ask.tag))
+        return not_requested(state, at, action.ask, event.detail, event.unheard)
     if isinstance(action, Launch) and _launching(state, action.life):  # who has spoken runs, whatever was not seen
         if event.unheard:  # nobody's failure but the manager's: it is made up for where it was meant to be
             return _replica(state, action.life.replica, status=Status.WANTED, since=at, prefer=action.node)
+        spoiled = event.detail.startswith((NEVER_APPEARED, ENDED_AT_ONCE)) or NOT_STARTED in event.detail
+        state = _unstarted(state, action.life.replica) if spoiled else state
         return _failed(state, at, action.life.replica, Status.WANTED, event.detail, refused=True)
     if isinstance(action, Release):
-        return _allocation(state, action.allocation, releasing=False, not_before=at + REFUSED_PAUSE)
+        return kept(state, action.allocation, at + RETURN_PAUSE)
     if isinstance(action, StopStep) and (held := state.lingering.get(action.step)) is not None:
-        again = msgspec.structs.replace(held, asked=False, not_before=at + REFUSED_PAUSE)
+        again = msgspec.structs.replace(held, asked=False, not_before=at + RETURN_PAUSE)
         return _with(state, lingering={**state.lingering, action.step: again})
     return state
 
@@ -129,19 +137,20 @@ def _launching(state: State, life: Life) -> bool:
     return state.believed(life) and state.replica(life.replica).status is Status.LAUNCHING
 
 
-def _refused(state: State, refusal: Refusal) -> State:
-    recent = tuple(r for r in state.refusals if refusal.at - r.at < state.job.recovery.window)
-    return _with(state, refusals=(*recent, refusal))
-
-
 def _failed(state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False) -> State:
     """One more failure on the replica's account; the next launch is put off the longer the more there are."""
     held, recovery = state.replica(id), state.job.recovery
-    failure = Start(at, held.node or NodeName(""), why, refused)
+    failure = Start(at, held.node or NodeName(""), why, refused, injected=bool(held.fault) and not refused)
     failures = (*(start for start in held.failures if at - start.at < recovery.window), failure)
     longest = max(LONGEST_PAUSE, recovery.backoff)
     pause = min(longest, recovery.backoff * 2.0 ** min(len(failures) - 2, 30)) if len(failures) > 1 else 0.0
     return _replica(state, id, status=status, since=at, failures=failures, not_before=at + pause)
+
+
+def _unstarted(state: State, id: ReplicaId) -> State:
+    """A life of it failed by itself; if none has ever joined, that may be the job's own mistake."""
+    held = state.replica(id)
+    return state if held.ever_joined else _replica(state, id, unstarted=held.unstarted + 1)
 
 
 def _decided(state: State, at: float, event: ev.Decided) -> State:
@@ -166,68 +175,16 @@ def _fenced(state: State, at: float, fence: Fence) -> State:
     if held.step and held.node and held.allocation in state.allocations:  # else it went with its allocation
         linger = Lingering(held.life, held.node, held.allocation, at)
         state = _with(state, lingering={**state.lingering, held.step: linger})
+    gone = [key for key, finding in state.findings.items() if finding.life == fence.life]
+    if fence.to is not None:
+        state = _replica(state, held.id, status=Status.WANTED, since=at, prefer=fence.to, not_before=at)
+        return _with(state, findings=_without(state.findings, *gone))
+    if finding_about(state, fence.life) is not None:
+        state = _unstarted(state, held.id)
     why = "; ".join(fence.why.evidence)
     state = _failed(state, at, held.id, Status.RETIRED if retired else Status.WANTED, why)
-    prefer = held.node if fence.rung is Rung.IN_PLACE else None
-    state = _replica(state, held.id, prefer=prefer)
-    gone = [key for key, finding in state.findings.items() if finding.life == fence.life]
+    state = _replica(state, held.id, prefer=held.node if fence.rung is Rung.IN_PLACE else None)
     return _with(state, findings=_without(state.findings, *gone), recoveries=state.recoveries + (not retired))
-
-
-def _allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
-    held = state.allocations.get(event.tag)
-    over = event.seen is None or event.seen.state is AllocationState.ENDED
-    if held is None:
-        return state if over else _with(state, allocations={**state.allocations, event.tag: _stray(state, at, event)})
-    if event.seen is None or over:
-        if not (held.releasing or held.stray) and (held.seen is None or held.seen.state is AllocationState.PENDING):
-            detail = (event.seen.detail if event.seen else "") or "no longer in the queue"  # and it has never run
-            state = _refused(state, Refusal(event.tag, at, f"{event.tag}: {detail}", unheard=True))
-        return _with(
-            state,
-            allocations=_without(state.allocations, event.tag),
-            nodes=_left(state.nodes, event.tag, ()),
-            lingering={tag: one for tag, one in state.lingering.items() if one.allocation != event.tag},
-            intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
-        )
-    held = msgspec.structs.replace(held, seen=event.seen)
-    if held.stray:
-        return _with(state, allocations={**state.allocations, event.tag: held})
-    nodes = _left(state.nodes, event.tag, event.seen.nodes)
-    for name in event.seen.nodes:
-        node = nodes.get(name) or Node(name, event.tag)
-        if node.allocation != event.tag:
-            node = msgspec.structs.replace(node, allocation=event.tag, seen=None)
-        nodes[name] = node
-    since = at if state.running_since is None and held.running else state.running_since
-    return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes, running_since=since)
-
-
-def _stray(state: State, at: float, event: ev.AllocationChanged) -> Allocation:
-    return Allocation(event.tag, Ask(event.tag, 0, state.job.node, 0.0), at, event.seen, stray=True)
-
-
-def _launches_into(action: Outside, allocation: str) -> bool:
-    return isinstance(action, Launch) and action.allocation == allocation
-
-
-def _left(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
-    """``nodes`` after all but the ``present`` ones left the allocation. That a node is excluded is not forgotten: the
-    next request must not bring it back."""
-    kept: dict[NodeName, Node] = {}
-    for name, node in nodes.items():
-        if node.allocation != tag or name in present:
-            kept[name] = node
-        elif node.excluded is not None:
-            kept[name] = msgspec.structs.replace(node, allocation="", seen=None)
-    return kept
-
-
-def _node_changed(state: State, at: float, event: ev.NodeChanged) -> State:
-    if event.node not in state.nodes:
-        return state
-    node = msgspec.structs.replace(state.nodes[event.node], seen=event.seen)
-    return _with(state, nodes={**state.nodes, event.node: node})
 
 
 def _settled_launch(state: State, step: str) -> State:
@@ -237,6 +194,8 @@ def _settled_launch(state: State, step: str) -> State:
 def _admitted(state: State, at: float, event: ev.Admitted) -> State:
     state = _settled_launch(state, event.step)
     held = state.replica(event.life.replica)
+    if held.first is None and held.step == event.step:
+        state = _replica(state, held.id, first=First(event.node, event.pid))
     if held.status is not Status.LAUNCHING:
         return state
     return _replica(state, held.id, status=Status.STARTING, since=at, node=event.node, pid=event.pid)
@@ -244,9 +203,13 @@ def _admitted(state: State, at: float, event: ev.Admitted) -> State:
 
 def _agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
     state = _settled_launch(state, state.replica(event.life.replica).step or "")
+    node = state.nodes.get(event.node)
+    if node is not None and node.probe != event.probe:
+        state = _with(state, nodes={**state.nodes, node.name: msgspec.structs.replace(node, probe=event.probe)})
     return _replica(
-        state, event.life.replica, status=Status.JOINED, since=at, host=event.host, pid=event.pid, phase="serve"
-    )
+        state, event.life.replica, status=Status.JOINED, since=at, host=event.host, pid=event.pid, phase="serve",
+        ever_joined=True,
+    )  # fmt: skip
 
 
 def _joined(state: State, at: float, event: ev.Joined) -> State:
@@ -255,7 +218,7 @@ def _joined(state: State, at: float, event: ev.Joined) -> State:
     since = held.since if held.status is Status.JOINED else at
     return _replica(
         state, held.id, status=Status.JOINED, since=since, node=event.node, host=event.host, pid=event.pid,
-        listens=event.listens, serves=event.serves,
+        listens=event.listens, serves=event.serves, ever_joined=True,
     )  # fmt: skip
 
 
@@ -264,7 +227,10 @@ def _step_ended(state: State, at: float, event: ev.StepEnded) -> State:
     state = _with(state, lingering=_without(state.lingering, event.step))
     if not state.believed(event.life):
         return state
-    return _replica(state, event.life.replica, pid=None, step=None)
+    state = _replica(state, event.life.replica, pid=None, step=None)
+    if event.code == 0 and event.why == EXITED and completes(state.job, role_of(event.life.replica)):
+        return _replica(state, event.life.replica, status=Status.COMPLETED, since=at, phase="", waits_for=None)
+    return state
 
 
 def _phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
@@ -296,9 +262,34 @@ def _finding_changed(state: State, at: float, event: ev.FindingChanged) -> State
     return _with(state, findings={**state.findings, finding.key: finding})
 
 
+def _performing(state: State, action: Perform) -> State:
+    """It is set off, and never again; whoever it hits is marked until it is known not to have been hit."""
+    state = _set_off(state, action.fault.id)
+    for held in state.replicas.values():
+        on_node = TRAITS[action.fault.kind].hits is Hits.NODE and held.believed and held.node == action.node
+        if on_node or (held.life == action.life and held.believed):
+            state = _replica(state, held.id, fault=action.fault.id)
+    return state
+
+
+def _set_off(state: State, fault: str) -> State:
+    kept = tuple(one for one in state.ordered if one.id != fault)
+    faults = state.faults if fault in state.faults else (*state.faults, fault)
+    return _with(state, faults=faults, ordered=kept)
+
+
 def _fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
     tag = f"fault:{event.fault}"
-    return _with(state, intents=_without(state.intents, tag))
+    state = _with(_set_off(state, event.fault), intents=_without(state.intents, tag))
+    if event.ended or not (event.ok or event.unknown):
+        for held in state.replicas.values():
+            if held.fault == event.fault:
+                state = _replica(state, held.id, fault="")
+    return state
+
+
+def _ordered(state: State, at: float, event: ev.Ordered) -> State:
+    return _with(state, commands=(*state.commands, event.id), ordered=(*state.ordered, event.fault))
 
 
 def _commanded(state: State, at: float, event: ev.Commanded) -> State:
@@ -320,8 +311,8 @@ _FOLD: dict[type, _Fold] = {
     ev.Intended: _intended,
     ev.Done: _done,
     ev.Decided: _decided,
-    ev.AllocationChanged: _allocation_changed,
-    ev.NodeChanged: _node_changed,
+    ev.AllocationChanged: allocation_changed,
+    ev.NodeChanged: node_changed,
     ev.AgentJoined: _about(_agent_joined),
     ev.Admitted: _about(_admitted),
     ev.Joined: _about(_joined),
@@ -333,5 +324,6 @@ _FOLD: dict[type, _Fold] = {
     ev.FindingChanged: _finding_changed,
     ev.FaultInjected: _fault_injected,
     ev.Commanded: _commanded,
+    ev.Ordered: _ordered,
     ev.RunEnded: _run_ended,
 }

@@ -8,9 +8,9 @@ never there must be missing from two looks in a row: a squeue can omit a job onc
 from __future__ import annotations
 
 from rrl.manager.actions import Launch, Request
-from rrl.manager.cluster import AllocationState, Observed
+from rrl.manager.cluster import AllocationSeen, AllocationState, Observed
 from rrl.manager.events import AllocationChanged, Done, Event, NodeChanged
-from rrl.manager.state import Allocation, State
+from rrl.manager.state import NEVER_APPEARED, Allocation, State, open_requests
 
 EAGER = 60.0
 """s after its request that an allocation is looked for more often than at the site's pace"""
@@ -33,19 +33,15 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
     """Events that follow from the look. ``busy``: tags whose command is still running: those settle themselves."""
     events: list[Event] = []
     if observed.allocations is not None:
+        events += _requests(state, observed.allocations, misses, now, busy)
+        unsettled = open_requests(state)
         for tag, held in state.allocations.items():
             seen = observed.allocations.get(tag)
             if seen is not None:
                 misses.gone(tag, True)
-                if tag in state.intents and tag not in busy:
-                    events.append(Done(tag, True, "found by its tag"))
                 if seen != held.seen:
                     events.append(AllocationChanged(tag, seen))
-            elif tag in state.intents:
-                due = tag not in busy and now - state.intents[tag].at > state.job.limits.quiet
-                if due and misses.gone(tag, False):
-                    events.append(Done(tag, False, "never appeared in the queue", unheard=True))
-            elif misses.gone(tag, False):
+            elif tag not in unsettled and misses.gone(tag, False):
                 events.append(AllocationChanged(tag, None))
         for tag, seen in observed.allocations.items():
             ours = tag.startswith(f"{state.run}.") and tag not in state.allocations
@@ -58,11 +54,27 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
             due = now - intent.at > state.job.limits.quiet
             if misses.gone(tag, tag in observed.steps or not due):
                 unheard = intent.at < state.managed_since  # who meant to launch it died over it
-                events.append(Done(tag, False, "its step never appeared", unheard))
+                events.append(Done(tag, False, NEVER_APPEARED, unheard))
     for name, seen_node in (observed.nodes or {}).items():
         node = state.nodes.get(name)
         if node is not None and node.seen != seen_node:
             events.append(NodeChanged(name, seen_node))
+    return events
+
+
+def _requests(
+    state: State, listed: dict[str, AllocationSeen], misses: Misses, now: float, busy: frozenset[str]
+) -> list[Event]:
+    """Of a heterogeneous job one component that is listed settles them all: Slurm takes it whole or not at all."""
+    events: list[Event] = []
+    for tag, intent in state.intents.items():
+        if not isinstance(intent.action, Request) or tag in busy:
+            continue
+        components = {one.tag for one in (intent.action.ask, *intent.action.ask.more)}
+        if not components.isdisjoint(listed):
+            events.append(Done(tag, True, "found by its tag"))
+        elif now - intent.at > state.job.limits.quiet and misses.gone(tag, False):
+            events.append(Done(tag, False, "never appeared in the queue", unheard=True))
     return events
 
 

@@ -11,11 +11,15 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from rrl.manager.actions import Finish, Outside
+from rrl.manager.actions import Finish, Outside, Request
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen
 from rrl.manager.rewards import Rewards
+from rrl.spec.faults import Fault
 from rrl.spec.jobview import JobView
 from rrl.spec.words import AGENT, Finding, Life, NodeName, Outcome, ReplicaId, Verdict, Version, role_of
+
+NEVER_APPEARED = "its step never appeared"
+"""what becomes of a launch that was handed over, and neither spoke nor was ever listed"""
 
 
 class Status(StrEnum):
@@ -30,6 +34,8 @@ class Status(StrEnum):
     JOINED = "joined"
     RETIRED = "retired"
     """not wanted now: gone on without it until its failures have left the window, or the run is ending"""
+    COMPLETED = "completed"
+    """it has done its work, and is not started again"""
 
 
 class Start(Struct, frozen=True):
@@ -40,6 +46,15 @@ class Start(Struct, frozen=True):
     why: str = ""
     refused: bool = False
     """the cluster did not launch it there: the process never had its turn"""
+    injected: bool = False
+    """a fault was injected into it"""
+
+
+class First(Struct, frozen=True):
+    """The first process of a step: nobody else is admitted under its tag."""
+
+    node: NodeName
+    pid: int
 
 
 class Replica(Struct, frozen=True):
@@ -53,6 +68,8 @@ class Replica(Struct, frozen=True):
     allocation: str | None = None
     step: str | None = None
     """tag of the step of its newest life"""
+    first: First | None = None
+    """who was admitted as its newest life"""
     pid: int | None = None
     host: str = ""
     phase: str = ""
@@ -66,6 +83,12 @@ class Replica(Struct, frozen=True):
     """where the ladder wants its next life (restart in place)"""
     not_before: float = 0.0
     """back-off: no launch before this time"""
+    fault: str = ""
+    """id of the fault that was injected into its newest life, or into that life's node"""
+    ever_joined: bool = False
+    """some life of it has joined"""
+    unstarted: int = 0
+    """how many of its lives failed by themselves before any had joined"""
 
     @property
     def role(self) -> str:
@@ -88,11 +111,16 @@ class Replica(Struct, frozen=True):
 class Node(Struct, frozen=True):
     name: NodeName
     allocation: str
+    """tag of the one that it is in; empty: it has left, and is remembered because it is excluded"""
+    part: str = ""
+    """of the job's parts, the one that it serves"""
     seen: NodeSeen | None = None
     excluded: str | None = None
     """why this run no longer uses it"""
     excluded_at: float = 0.0
     """manager's time (s) of that decision"""
+    probe: str | None = None
+    """what it cannot do that roles need (``[env] probe``); empty: it can; None: its agent has not said yet"""
 
 
 class Allocation(Struct, frozen=True):
@@ -106,6 +134,18 @@ class Allocation(Struct, frozen=True):
     """its give-back was refused: not asked for again before this time"""
     stray: bool = False
     """it landed after it had been given up: never used, only given back"""
+    running_since: float | None = None
+    """manager's time (s) at which it was first seen to run: its walltime counts from about then"""
+
+    @property
+    def ends(self) -> float:
+        """Manager's time (s) at which the cluster takes it back; inf while it does not run."""
+        return float("inf") if self.running_since is None else self.running_since + self.ask.walltime
+
+    @property
+    def pending(self) -> bool:
+        """Nodes are still expected of it."""
+        return not self.releasing and not self.stray and not self.running
 
     @property
     def running(self) -> bool:
@@ -139,6 +179,8 @@ class Refusal(Struct, frozen=True):
     detail: str
     unheard: bool = False
     """the cluster did not say so: the request never reached it, or was taken from its queue"""
+    part: str = ""
+    """of the job's parts, the one whose nodes were asked for"""
 
 
 class State(Struct, frozen=True):
@@ -149,7 +191,11 @@ class State(Struct, frozen=True):
     epoch: int = 0
     started: float = 0.0
     running_since: float | None = None
-    """when the first pool was first seen to run: the walltime counts from here, whatever replaces that pool"""
+    """when the first nodes were first seen to run: the walltime counts from here, whatever replaces them"""
+    asked_since: float | None = None
+    """when nodes were first asked for"""
+    asked: dict[str, int] = {}
+    """requests ever made, by part: the tags of the next ones must be new"""
     ended: float | None = None
     host: str = ""
     """where the manager runs"""
@@ -172,7 +218,9 @@ class State(Struct, frozen=True):
     lingering: dict[str, Lingering] = {}
     """by step tag"""
     faults: tuple[str, ...] = ()
-    """ids of the planned faults already set off"""
+    """ids of the faults already set off, or refused"""
+    ordered: tuple[Fault, ...] = ()
+    """faults that people ordered and that are not yet due"""
     commands: tuple[str, ...] = ()
     """ids of the commands already taken"""
     cancelled_by: str = ""
@@ -186,7 +234,7 @@ class State(Struct, frozen=True):
 
     @property
     def ends(self) -> float:
-        """Manager's time (s) at which the walltime is over; inf while no pool has run yet."""
+        """Manager's time (s) at which the walltime is over; inf while no nodes have come yet."""
         return float("inf") if self.running_since is None else self.running_since + self.job.walltime
 
     def replica(self, id: ReplicaId) -> Replica:
@@ -200,6 +248,30 @@ class State(Struct, frozen=True):
 def workers(state: State) -> list[Replica]:
     """Replicas of the job's roles, agents left out."""
     return [replica for replica in state.replicas.values() if replica.role != AGENT]
+
+
+def completes(job: JobView, role: str) -> bool:
+    """This role's replicas are done when they exit with code 0: it is the user's own, and no service."""
+    return any(view.name == role and view.kind == "command" and not view.service for view in job.roles)
+
+
+def progress(state: State) -> tuple[int, int]:
+    """How much of the run is done, and of how much: trainer steps, or commands where there is no trainer."""
+    if state.job.steps:
+        return state.step, state.job.steps
+    working = [replica for replica in workers(state) if completes(state.job, replica.role)]
+    return sum(replica.status is Status.COMPLETED for replica in working), len(working)
+
+
+def open_requests(state: State) -> dict[str, str]:
+    """Tag of each allocation whose request nobody has answered yet, and of that request: of a heterogeneous job its
+    first component's."""
+    return {
+        ask.tag: tag
+        for tag, intent in state.intents.items()
+        if isinstance(intent.action, Request)
+        for ask in (intent.action.ask, *intent.action.ask.more)
+    }
 
 
 def finding_about(state: State, life: Life) -> Finding | None:

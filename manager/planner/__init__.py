@@ -12,9 +12,12 @@ from rrl.manager.actions import Action, Decision
 from rrl.manager.planner.brakes import brake
 from rrl.manager.planner.drills import drill
 from rrl.manager.planner.ending import finish
-from rrl.manager.planner.placement import NEVER, place
+from rrl.manager.planner.placement import assign, place
 from rrl.manager.planner.recovery import recover
+from rrl.manager.planner.rooms import Rooms
+from rrl.manager.planner.rotation import rotate
 from rrl.manager.planner.supply import supply
+from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import State
 
 
@@ -33,12 +36,18 @@ def plan(state: State, now: float) -> Plan:
     ended, ending_wake, over = finish(state, now)
     if state.verdict is not None or ended:
         return Plan(tuple(ended), ending_wake, over)
-    decisions, brake_wake = brake(state, recover(state, now), now)
+    rooms = Rooms(state, now)
+    decisions, brake_wake = brake(state, recover(state, rooms, now), now)
     if decisions:
         return Plan(tuple(decisions), now)
-    wanted, supply_wake = supply(state, now)
+    assigned = assign(state, rooms, now)
+    moves, move_wake = rotate(state, assigned, now)
+    if moves:
+        return Plan(tuple(moves), now)
+    wanted, supply_wake = supply(state, rooms, assigned, now)
     if any(isinstance(action, Decision) for action in wanted):
         return Plan(tuple(wanted), now)
-    placed, place_wake = place(state, now)
-    drills = drill(state)
-    return Plan((*wanted, *placed, *drills), min(ending_wake, brake_wake, supply_wake, place_wake))
+    placed, place_wake = place(state, rooms, assigned, now)
+    drills, drill_wake = drill(state, now)
+    wake = min(ending_wake, brake_wake, move_wake, supply_wake, place_wake, drill_wake)
+    return Plan((*wanted, *placed, *drills), wake)

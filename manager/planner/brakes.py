@@ -7,7 +7,7 @@ than waiting for a person (docs/sources.md, guard rails: at most max(1, 20 %) wi
 from __future__ import annotations
 
 from rrl.manager.actions import Decision, Exclude
-from rrl.manager.planner.placement import NEVER
+from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import State
 
 

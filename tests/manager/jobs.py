@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from rrl.spec.faults import Fault
-from rrl.spec.jobview import JobView, Limits, Recovery, Resources, RoleView, pool_nodes
+from rrl.spec.jobview import JobView, Limits, Part, Recovery, Resources, RoleView, pool_nodes
 from rrl.spec.words import ReplicaId
 
 RUN = "small-1"
 STORE, REWARD, TRAINER = (ReplicaId(f"{role}/0") for role in ("trajectories", "reward", "trainer"))
 ROLLOUTS = (ReplicaId("rollout/0"), ReplicaId("rollout/1"))
 NODE = Resources(cpus=4, mem=4 * 2**30)
+WIDE = Resources(cpus=8, gpus=1, mem=8 * 2**30)
 _EACH = Resources(cpus=1, mem=2**30)
 
 
@@ -27,8 +30,50 @@ def job(
         role("trajectories"), role("reward"), role("trainer", exclusive=True),
         role("rollout", rollouts, min_rollouts, exclusive=True),
     )  # fmt: skip
+    nodes = pool_nodes(roles, NODE) + spares
+    pool = Part("pool", tuple(one.name for one in roles), nodes, NODE, walltime, needed=nodes)
     return JobView(
-        name="small", steps=steps, cluster="local", roles=roles, nodes=pool_nodes(roles, NODE) + spares,
-        spares=spares, node=NODE, walltime=walltime, limits=limits or Limits(), recovery=recovery or Recovery(),
-        faults=tuple(faults),
+        name="small", steps=steps, cluster="local", roles=roles, parts=(pool,), spares=spares, walltime=walltime,
+        limits=limits or Limits(), recovery=recovery or Recovery(), faults=tuple(faults),
     )  # fmt: skip
+
+
+def in_parts(
+    form: str = "replica", *, rollouts: int = 2, min_rollouts: int = 1, steps: int = 3, walltime: float = 86400.0,
+    limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,
+    start_within: float = 3600.0, faults: Sequence[Fault] = (),
+) -> JobView:  # fmt: skip
+    """The same roles in form ``replica`` or ``hetjob``. ``terms``: walltimes of single parts (s)."""
+    small = job(
+        rollouts=rollouts, min_rollouts=min_rollouts, spares=0, steps=steps, limits=limits, recovery=recovery,
+        faults=faults,
+    )  # fmt: skip
+    separate, terms = form == "replica", terms or {}
+    parts = [Part("shared", ("trajectories", "reward"), 1, NODE, walltime, {"partition": "cpu"}, needed=1)]
+    for name, nodes, needed in (("trainer", 1, 1), ("rollout", rollouts, min_rollouts if separate else rollouts)):
+        term = terms.get(name, walltime)
+        parts.append(Part(name, (name,), nodes, WIDE, term, {"partition": name}, separate, needed))
+    parts.sort(key=lambda part: -part.nodes)
+    return msgspec.structs.replace(
+        small, cluster="slurm", parts=tuple(parts), walltime=walltime, form=form, start_within=start_within
+    )
+
+
+def commands(
+    *roles: RoleView, spares: int = 0, limits: Limits | None = None, recovery: Recovery | None = None,
+    form: str = "pool",
+) -> JobView:  # fmt: skip
+    """A job without a trainer: roles of the user's own, each on nodes of its own."""
+    nodes = sum(role.replicas for role in roles)
+    parts = [Part("pool", tuple(role.name for role in roles), nodes + spares, NODE, needed=nodes + spares)]
+    if form == "replica":
+        parts = [Part(one.name, (one.name,), one.replicas, NODE, separate=True, needed=one.replicas) for one in roles]
+    return JobView(
+        name="small", steps=0, cluster="local", roles=roles, parts=tuple(parts), spares=spares, form=form,
+        limits=limits or Limits(), recovery=recovery or Recovery(),
+    )  # fmt: skip
+
+
+def command(name: str, replicas: int = 1, least: int | None = None, service: bool = False) -> RoleView:
+    minimum = replicas if least is None else least
+    return RoleView(name, "command", replicas, minimum, Resources(cpus=1), True, (name,), service=service)

@@ -29,11 +29,11 @@ from rrl.manager.events import Stamped
 from rrl.manager.journal import Journal
 from rrl.manager.lease import Lease
 from rrl.manager.state import State
-from rrl.spec.faults import FaultKind
+from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import JobView
 from rrl.spec.launch import ExitRecord, read_launch
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, Life, NodeName, Outcome, ReplicaId, Version, role_of
+from rrl.spec.words import AGENT, Life, NodeName, Outcome, ReplicaId, Version, index_of, role_of
 from rrl.tests.manager import virtual
 from rrl.transport import messages as msg
 from rrl.transport.control import Address, Incoming
@@ -77,6 +77,8 @@ class Site:
         self.full_after: int | None = None
         """number of the record after which the disk is full, for so many flushes:"""
         self.full_flushes = 6
+        self.done_after = 15.0
+        """s that a command works before it is done; each further replica of its role so much longer again"""
         self.blink = False
         """every second look misses allocations and steps, or cannot be read"""
         self.looks = 0
@@ -277,6 +279,10 @@ class Actor:
         self._greet()
         if self.role == "trainer":
             await self._train()
+        elif any(role.name == self.role and role.kind == "command" for role in self.site.job.roles):
+            await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.life.replica))))
+            self._say(msg.Goodbye(self.life))
+            self._end("exited")
 
     async def _train(self) -> None:
         """A step every two seconds, while there is everybody that it takes."""
@@ -402,6 +408,9 @@ class FakeCluster:
             actor.hear(msg.Stop(actor.life, grace, "stopped"))
         await self._on_the_way()
 
+    async def harm(self, fault: Fault) -> str:
+        raise Refused("not here")
+
     async def observe(self) -> Observed:
         await self._on_the_way()
         return self._site.observe()
@@ -450,9 +459,25 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
 
     class Listening:
         @staticmethod
-        async def open(keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "") -> FakeListener:
+        async def open(
+            keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "", bounds: Any = None
+        ) -> FakeListener:
             return FakeListener(mortals, epoch)
 
+    class NoLogs:
+        """Nothing here writes a log, and a real socket knows no virtual time."""
+
+        @staticmethod
+        async def open(*_: Any) -> NoLogs:
+            return NoLogs()
+
+        def notice(self, event: Any) -> None:
+            pass
+
+        async def close(self) -> None:
+            pass
+
+    patch.setattr(runtime, "LogCollector", NoLogs)
     patch.setattr(runtime, "Journal", MortalJournal)
     patch.setattr(runtime, "Lease", MortalLease)
     patch.setattr(runtime, "Listener", Listening)

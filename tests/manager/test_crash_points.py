@@ -14,25 +14,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
+import msgspec
 import pytest
 from msgspec import Struct
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Outside, Release, Request, StopStep
+from rrl.manager.actions import Fence, Outside, Release, Request, StopStep
 from rrl.manager.fold import fold
 from rrl.manager.journal import read_state, replay
-from rrl.manager.state import State
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.jobview import Limits
+from rrl.manager.state import State, Status, workers
+from rrl.spec.faults import At, Fault, FaultKind
+from rrl.spec.jobview import JobView, Limits
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Outcome
 from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, in_parts, job
 from rrl.tests.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
 LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
-JOB = job(spares=0, limits=LIMITS, faults=[Fault("f0", FaultKind.KILL, ROLLOUTS[0], 1)])
+FAULT = Fault("f0", FaultKind.KILL, ROLLOUTS[0], At(step=1))
+JOB = job(spares=0, limits=LIMITS, faults=[FAULT])
+PARTS = in_parts(limits=LIMITS, faults=[FAULT])
 KEYS = RunKeys.make()
 R0, R1 = ROLLOUTS
 
@@ -51,9 +54,11 @@ class Script(Struct, frozen=True):
     """allocations"""
     crash_at: int = -1
     cancel_at: int = -1
+    job: JobView = JOB
 
 
 COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
+IN_PARTS = Script(Outcome.COMPLETED, granted=5, crash_at=2, job=PARTS)
 IS_CANCELLED = Script(Outcome.CANCELLED, granted=1, cancel_at=2)
 
 
@@ -67,7 +72,7 @@ def lived(
         KEYS.save(run.keys)
 
         async def live() -> tuple[Site, Outcome]:
-            site = Site(run, JOB, 8, script.crash_at, script.cancel_at)
+            site = Site(run, script.job, 8, script.crash_at, script.cancel_at)
             prepared(site)
             prepare(site, patch)
             outcome = await site.manage()
@@ -101,12 +106,15 @@ def assert_ended_well(script: Script, site: Site, outcome: Outcome, state: State
     assert started.pop("rollout-0") in (1, 2)  # 1: the planned fault died with its manager
     for node in range(1, 6):  # 0: the launch died with its manager, and the run was over before it was made up for
         assert started.pop(f"agent-n{node}", 0) in (0, 1)
-    assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": script.granted}
+    again = 1 + (script.crash_at >= 0)
+    assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": again}
     if script.outcome is Outcome.COMPLETED:
-        assert state.step == JOB.steps
+        assert state.step == script.job.steps
 
 
-@pytest.fixture(scope="module", params=[COMPLETES, IS_CANCELLED], ids=["completes", "is cancelled"])
+@pytest.fixture(
+    scope="module", params=[COMPLETES, IS_CANCELLED, IN_PARTS], ids=["completes", "is cancelled", "in parts"]
+)
 def unharmed(request: pytest.FixtureRequest) -> tuple[Script, list[ev.Stamped]]:
     """A run whose manager lives."""
     script: Script = request.param
@@ -179,6 +187,53 @@ def test_a_cluster_that_did_not_hear_is_asked_again_after_the_quiet_period() -> 
 def test_a_cluster_that_is_seen_only_every_other_time_changes_nothing() -> None:
     site, outcome, state = lived(prepared=lambda site: setattr(site, "blink", True))
     assert_ended_well(COMPLETES, site, outcome, state)
+
+
+@pytest.mark.parametrize("prepared", [
+    lambda site: setattr(site, "lose_answers", True),
+    lambda site: setattr(site, "deaf", 3),
+    lambda site: setattr(site, "blink", True),
+    lambda site: setattr(site, "kill_every", 17),
+], ids=["answers lost", "deaf", "seen every other time", "managers that die again and again"])  # fmt: skip
+def test_requests_of_many_parts_are_each_made_once_too(prepared: Callable[[Site], None]) -> None:
+    site, outcome, state = lived(IN_PARTS, prepared)
+    assert_ended_well(IN_PARTS, site, outcome, state)
+
+
+SOON = msgspec.structs.replace(LIMITS, quiet=6.0, rotate=30.0)
+SHARDS = Script(Outcome.COMPLETED, granted=1, job=commands(command("shard", 3), limits=LIMITS))
+
+
+@pytest.mark.parametrize("kill_every", [0, 9, 13])
+def test_commands_that_are_done_are_done_once_whoever_manages_and_nothing_is_found_wrong(kill_every: int) -> None:
+    site, outcome, state = lived(SHARDS, lambda site: setattr(site, "kill_every", kill_every))
+    assert (outcome, site.allocations) == (Outcome.COMPLETED, {})
+    assert {name: n for name, n in starts(site).items() if not name.startswith("agent")} == {
+        "shard-0": 1, "shard-1": 1, "shard-2": 1,
+    }  # fmt: skip
+    assert epochs_of(site, ev.FindingChanged) == []
+    assert {one.status for one in workers(state)} == {Status.COMPLETED}
+
+
+ROTATES = Script(Outcome.COMPLETED, granted=5, job=in_parts(steps=62, limits=SOON, terms={"trainer": 120.0}))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_manager_that_dies_while_a_trainer_moves_to_another_allocation_moves_it_once(before: bool) -> None:
+    records = lived(ROTATES)[0].records
+    asked = first(records, lambda event: isinstance(event, ev.Intended) and event.action.tag == f"{RUN}.trainer-1")
+    left = first(records, lambda event: isinstance(event, ev.AllocationChanged) and event.seen is None)
+    assert any(isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence) for s in records[asked:left])
+    for kill_at in range(asked, left + 1):
+
+        def doomed(site: Site, at: int = kill_at) -> None:
+            site.kill_at, site.before = at, before
+
+        site, outcome, state = lived(ROTATES, doomed)
+        assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, ROTATES.job.steps, 2)
+        assert (site.allocations, len(site.granted)) == ({}, 5), (kill_at, site.granted)
+        started = {name: count for name, count in starts(site).items() if not name.startswith("agent")}
+        assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 2, "rollout-0": 1, "rollout-1": 1}, kill_at
 
 
 def test_what_dies_while_there_is_no_manager_is_found_dead_by_the_next() -> None:

@@ -13,7 +13,7 @@ from rrl.manager.actions import Launch, Outside, Perform, Release, Request, Stop
 from rrl.manager.cluster import Ask, Observed, Refused, Step, Unanswered
 from rrl.manager.executor import AGAIN, STEP_MARGIN, Executor
 from rrl.manager.lease import LeaseLost
-from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.words import Life, NodeName
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import NODE, ROLLOUTS
@@ -24,7 +24,7 @@ REQUEST = Request(Ask("pool", 1, NODE, 60.0), WHY)
 RELEASE = Release("pool", WHY)
 LAUNCH = Launch(R1, "step", "pool", NodeName("n1"), WHY)
 STOP = StopStep("step", R1, 5.0, WHY)
-PERFORM = Perform(Fault("f0", FaultKind.KILL, R1.replica, 0), "step", NodeName("n1"), WHY)
+PERFORM = Perform(Fault("f0", FaultKind.KILL, R1.replica, At(step=0)), "step", NodeName("n1"), WHY)
 ALL = (REQUEST, RELEASE, LAUNCH, STOP, PERFORM)
 
 
@@ -58,6 +58,9 @@ class Scripted:
     async def stop(self, tag: str, grace: float) -> None:
         await self._answer("stop", tag)
 
+    async def harm(self, fault: Fault) -> str:
+        raise Refused("not here")
+
     async def observe(self) -> Observed:
         return Observed(None, None, None)
 
@@ -72,7 +75,7 @@ class Bench:
         self.cluster = Scripted(*answers)
         self.recorded: list[ev.Event] = []
         self.stops_itself = False
-        self.performs = True
+        self.performed: list[Perform] = []
         self.lost = False
         self.cannot_prepare: OSError | None = None
         self.told: list[float] = []
@@ -89,8 +92,8 @@ class Bench:
         self.told.append(patience)
         return self.stops_itself
 
-    async def _inject(self, action: Perform) -> bool:
-        return self.performs
+    async def _inject(self, action: Perform) -> None:
+        self.performed.append(action)
 
     def _check(self) -> None:
         if self.lost:
@@ -183,11 +186,10 @@ def test_a_step_that_does_not_is() -> None:
     assert bench.cluster.asked == [("stop", "step")]
 
 
-def test_a_fault_is_settled_by_the_agents_own_word_and_refused_where_there_is_none() -> None:
-    assert Bench().carry_out(PERFORM) == []
+def test_a_fault_is_settled_by_the_word_of_whoever_performs_it() -> None:
     bench = Bench()
-    bench.performs = False
-    assert bench.carry_out(PERFORM) == [ev.Done("fault:f0", False, "the agent of its node does not answer")]
+    assert bench.carry_out(PERFORM) == []
+    assert bench.performed == [PERFORM]
 
 
 def test_a_launch_file_that_cannot_be_written_is_a_launch_that_was_not_done() -> None:

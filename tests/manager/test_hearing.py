@@ -18,7 +18,7 @@ from rrl.manager.hearing import Ear
 from rrl.manager.state import State
 from rrl.spec.launch import ExitRecord, tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, Version
+from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Version
 from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
 from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
@@ -48,17 +48,25 @@ class Hearing:
         self.steps: dict[str, bytes] = {}
         for event in (ev.RunStarted(RUN, job()), *events):
             self._fold(event)
+        self._listen()
+
+    def _listen(self) -> None:
         self.ear = Ear(
             self.run, Watch(), self._now_state, self._record, self._send, lambda: 100.0,
             lambda life: msg.Welcome(life, msg.Peers(1, 1, {})), lambda tag: None, self.steps,
         )  # fmt: skip
 
-    def hear(self, *messages: Any) -> list[Any]:
-        """The answers to these messages."""
+    def hear(self, *messages: Any, peer: bytes = b"peer") -> list[Any]:
+        """The answers to these messages, all said on one connection."""
         self.sent.clear()
         for message in messages:
-            asyncio.run(self.ear.hear(Incoming(b"peer", 1, message)))
+            asyncio.run(self.ear.hear(Incoming(peer, 1, message)))
         return list(self.sent)
+
+    def next_manager(self) -> None:
+        """Another one takes over, with what the journal says and nothing else."""
+        self.steps = {}
+        self._listen()
 
     def _fold(self, event: ev.Event) -> None:
         seq = self.state.seq + 1 if self.state else 1
@@ -174,3 +182,87 @@ def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Hearing) 
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
     hearing.ear.exit_records()
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, "signalled")]
+
+
+# ── one process a life ─────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("managers", [1, 2])
+@pytest.mark.parametrize(("node", "pid"), [(N1, 77), (NodeName("n2"), 41)], ids=["same node", "same pid"])
+def test_a_second_process_under_an_admitted_tag_is_sent_away_and_told_to_leave_no_record(
+    hearing: Hearing, node: NodeName, pid: int, managers: int
+) -> None:
+    hearing.hear(WANTED, HELLO)
+    if managers == 2:
+        hearing.next_manager()
+    before = len(hearing.events)
+    (answer,) = hearing.hear(msg.Wanted(R1, STEP, node, pid), peer=b"second")
+    assert (answer.ok, answer.another) == (False, True)
+    assert answer.why == f"{STEP} is process 41 on n1, not {pid} on {node}"
+    assert hearing.steps.get(STEP) != b"second", "the second one would be told to stop instead of the first"
+    assert hearing.hear(WANTED, peer=b"again") == [msg.Admitted(STEP, True)], "the first one may come back"
+    assert len(hearing.events) == before
+
+
+@pytest.mark.parametrize("managers", [1, 2])
+@pytest.mark.parametrize(("host", "pid"), [("host", 43), ("elsewhere", 42)], ids=["same host", "same pid"])
+def test_a_second_worker_of_a_life_is_fenced_and_nothing_that_it_says_counts(
+    hearing: Hearing, host: str, pid: int, managers: int
+) -> None:
+    hearing.hear(WANTED, HELLO)
+    if managers == 2:
+        hearing.next_manager()
+    before = len(hearing.events)
+    second = msgspec.structs.replace(HELLO, host=host, pid=pid, serves="tcp://127.0.0.1:2", phase="generate")
+    answers = hearing.hear(second, msg.Beat(R1, "generate", 9), msg.Holds(R1, Version(9, 1)), peer=b"second")
+    assert answers == [msg.Fenced(R1, f"{R1} is process 42 on host, not {pid} on {host}")]
+    assert len(hearing.events) == before
+    assert hearing.ear.workers.get(R1) != b"second"
+    (welcome,) = hearing.hear(HELLO, peer=b"again")
+    assert isinstance(welcome, msg.Welcome), "the first one may come back"
+
+
+def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing: Hearing) -> None:
+    hearing.hear(WANTED, HELLO, peer=b"first")
+    hearing.hear(HELLO, peer=b"second")
+    hearing.hear(msg.Committed(R1, 1, {"reward": 0.5}), peer=b"first")
+    assert hearing.events[-1] == ev.StepCommitted(R1, 1, {"reward": 0.5})
+    hearing.hear(HELLO, peer=b"third")
+    before = len(hearing.events)
+    hearing.hear(msg.Committed(R1, 2, {}), peer=b"never greeted")
+    assert len(hearing.events) == before
+
+
+def test_a_command_may_go_on_with_another_worker_after_the_first_one_said_goodbye(hearing: Hearing) -> None:
+    hearing.hear(WANTED, HELLO, msg.Goodbye(R1))
+    (welcome,) = hearing.hear(msgspec.structs.replace(HELLO, pid=43), peer=b"second")
+    assert isinstance(welcome, msg.Welcome)
+    (refused,) = hearing.hear(msgspec.structs.replace(HELLO, pid=44), peer=b"third")
+    assert isinstance(refused, msg.Fenced)
+
+
+def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
+    agent = Life(ReplicaId("agent/n1"), 1)
+    tag = tag_of(RUN, agent)
+    hearing = Hearing(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
+    hello = msg.AgentHello(agent, tag, N1, "host", 7, "boot")
+    assert hearing.hear(msg.Wanted(agent, tag, N1, 7), hello, msg.AgentBeat(agent, N1)) == [msg.Admitted(tag, True)]
+    (fenced,) = hearing.hear(msgspec.structs.replace(hello, pid=8), peer=b"second")
+    assert isinstance(fenced, msg.Fenced)
+
+
+SAID = (
+    WANTED, HELLO, msg.Beat(R1, "generate", 1), msg.Entered(R1, "generate", 2), msg.FirstWork(R1),
+    msg.Holds(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}), msg.Committed(R1, 2, {"reward": 0.7}),
+    msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, "signalled"), msg.Gone(R1, STEP, N1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("again", range(len(SAID)), ids=lambda n: type(SAID[n]).__name__)
+def test_a_message_that_arrives_twice_in_a_session_changes_nothing_the_second_time(tmp_path: Path, again: int) -> None:
+    def heard(folder: str, *messages: Any) -> State:
+        hearing = Hearing(tmp_path / folder, *LAUNCHED)
+        hearing.hear(*messages)
+        assert hearing.state is not None
+        return msgspec.structs.replace(hearing.state, seq=0)
+
+    once, twice = SAID[: again + 1], (*SAID[: again + 1], SAID[again])
+    assert heard("twice", *twice) == heard("once", *once)

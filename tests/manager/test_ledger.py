@@ -12,6 +12,7 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Rung, Why
 from rrl.manager.journal import Journal
 from rrl.manager.ledger import Recovery, Summary, account, write_summary
+from rrl.spec import faults
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.launch import tag_of
 from rrl.spec.rundir import RunDir
@@ -24,7 +25,7 @@ R0, R1 = ROLLOUTS
 N1, N2, N3, N4, N5 = (NodeName(f"n{i}") for i in range(1, 6))
 HOMES = {STORE: N1, REWARD: N1, TRAINER: N2, R0: N3, R1: N4}
 WHY = Why(("exit_record: step: it ended",))
-FAULT = Fault("f0", FaultKind.KILL, R0, 1)
+FAULT = Fault("f0", FaultKind.KILL, R0, faults.At(step=1))
 
 
 def launch(life: Life, node: NodeName) -> ev.Intended:
@@ -183,6 +184,57 @@ def test_a_fault_that_was_not_performed_is_no_fault_and_a_later_failure_is_not_i
         got = summary(started(), (40.0, perform(Life(R0, 1))), (41.0, answer), later)
         assert got.faults == 0
         assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (False, 0.5)
+
+
+def test_a_failure_long_after_a_fault_that_was_over_is_not_its_doing() -> None:
+    frozen = Fault("f0", FaultKind.FREEZE, R0, faults.At(step=1), seconds=5.0)
+    life = Life(R0, 1)
+    begins: list[At] = [(40.0, perform(life, frozen)), (40.1, ev.FaultInjected("f0", life, True))]
+    over = (45.0, ev.FaultInjected("f0", life, True, ended=True))
+    for at, injected in ((46.0, True), (90.0, False)):
+        fails: list[At] = [
+            (at, found(life, "worker_silence", at - 1.0)), (at + 0.1, fence(life, Rung.IN_PLACE)),
+        ]  # fmt: skip
+        got = summary(started(), begins, over, fails)
+        assert (got.faults, got.recoveries[0].injected, got.unprovoked) == (1, injected, int(not injected))
+
+
+def test_everybody_on_a_crashed_node_is_lost_by_the_fault_and_who_fails_elsewhere_is_not() -> None:
+    crash = Perform(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
+    fails: list[At] = [
+        (60.0, lost(N1, 50.0)), (60.1, ev.Decided(Exclude(N1, WHY))),
+        (60.1, fence(Life(STORE, 1), Rung.SPARE)), (60.1, fence(Life(REWARD, 1), Rung.SPARE)),
+        (61.0, found(Life(R0, 1), "exit_record", 61.0)), (61.1, fence(Life(R0, 1), Rung.IN_PLACE)),
+    ]  # fmt: skip
+    told = ev.FaultInjected("f0", None, True, "n1 is gone", node=N1)
+    got = summary(started(), (50.0, ev.Intended(crash)), (50.1, told), fails)
+    assert {r.replica: (r.injected, r.detect_s) for r in got.recoveries} == {
+        STORE: (True, 10.0), REWARD: (True, 10.0), R0: (False, 0.0),
+    }  # fmt: skip
+    assert got.unprovoked == 1
+
+
+def test_who_fails_while_the_disk_is_full_fails_of_it() -> None:
+    full = Perform(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
+    fails: list[At] = [(55.0, found(Life(R0, 1), "exit_record", 55.0)), (55.1, fence(Life(R0, 1), Rung.IN_PLACE))]
+    got = summary(started(), (50.0, ev.Intended(full)), (50.1, ev.FaultInjected("f0", None, True)), fails)
+    assert [r.injected for r in got.recoveries] == [True]
+
+
+def test_what_strikes_at_the_roles_next_call_is_measured_from_then() -> None:
+    raised = Fault("f0", FaultKind.EXCEPTION, R0)
+    life = Life(R0, 1)
+    fails: list[At] = [(71.0, found(life, "exit_record", 71.0)), (71.0, fence(life, Rung.IN_PLACE))]
+    got = summary(started(), (40.0, perform(life, raised)), (70.0, ev.FaultInjected("f0", life, True)), fails)
+    assert (got.recoveries[0].injected, got.recoveries[0].detect_s) == (True, 1.0)
+
+
+def test_a_fault_of_which_nobody_knows_counts_for_what_fails_of_it_and_not_as_performed() -> None:
+    life = Life(R0, 1)
+    fails: list[At] = [(41.0, found(life, "exit_record", 41.0)), (41.0, fence(life, Rung.IN_PLACE))]
+    unknown = ev.FaultInjected("f0", life, False, unknown=True)
+    got = summary(started(), (40.0, perform(life)), (40.5, unknown), fails)
+    assert (got.faults, got.recoveries[0].injected) == (0, True)
 
 
 def test_a_lost_node_is_a_failure_of_everybody_on_it_from_its_first_trace_on() -> None:

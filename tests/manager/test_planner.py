@@ -11,16 +11,16 @@ import pytest
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
 from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
-from rrl.manager.fold import REFUSED_PAUSE, fold
+from rrl.manager.fold import RETURN_PAUSE, fold
 from rrl.manager.planner import Plan, plan
-from rrl.manager.planner.ending import WALLTIME_MARGIN
-from rrl.manager.planner.supply import REFUSALS
+from rrl.manager.planner.start import REFUSALS
+from rrl.manager.planner.terms import WALLTIME_MARGIN
 from rrl.manager.state import Status, workers
-from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.jobview import Limits, Recovery
 from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
-from rrl.tests.manager.world import World, found, lost
+from rrl.tests.manager.world import World, assert_nothing_is_left, found, lost, requests, rungs
 
 POOL = f"{RUN}.pool"
 R0, R1 = ROLLOUTS
@@ -30,26 +30,12 @@ DAY = 86400.0
 N1, N2, N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(1, 7))
 
 
-def rungs(world: World) -> list[Rung]:
-    return [action.rung for action in world.decided(Fence) if role_of(action.life.replica) != AGENT]
-
-
 def launches(world: World) -> list[str]:
     return [str(action.life) for action in world.decided(Launch)]
 
 
-def requests(world: World) -> list[str]:
-    return [action.tag for action in world.decided(Request)]
-
-
 def stopped_at(world: World) -> list[float]:
     return [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, StopStep)]
-
-
-def assert_nothing_is_left(world: World, outcome: Outcome) -> None:
-    assert world.over
-    assert (world.steps, world.held, world.state.allocations) == ({}, {}, {})
-    assert [action.outcome for action in world.decided(Finish)] == [outcome]
 
 
 # ── the start ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -67,9 +53,9 @@ def test_a_pool_that_the_cluster_refuses_ends_the_run_with_the_clusters_words() 
     world.refuse = "sbatch: error: invalid partition specified: gpuu"
     world.play()
     (end,) = world.decided(Finish)
-    assert (end.outcome, end.why.evidence) == (Outcome.FAILED, (world.refuse,))
+    assert (end.outcome, end.why.evidence) == (Outcome.REJECTED, (world.refuse,))
     assert len(requests(world)) == 1
-    assert_nothing_is_left(world, Outcome.FAILED)
+    assert_nothing_is_left(world, Outcome.REJECTED)
 
 
 def test_a_request_that_never_reached_the_cluster_is_made_again_under_another_name_and_not_for_ever() -> None:
@@ -288,6 +274,18 @@ def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
     assert_nothing_is_left(world, Outcome.FAILED)
 
 
+def test_of_two_rollouts_that_spend_their_budgets_at_once_not_both_can_be_spared() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=1))).steady()
+    for replica in ROLLOUTS:
+        world.kill(replica)
+    world.steady()
+    for replica in ROLLOUTS:
+        world.record(found(world.state.replica(replica).life, "exit_record", world.now))
+    world.play()
+    assert_nothing_is_left(world, Outcome.FAILED)
+    assert "1 restarts of rollout/1 within 600 s" in world.decided(Finish)[0].why.evidence
+
+
 def test_a_rollout_may_be_gone_on_without_while_another_is_just_being_restarted() -> None:
     world = World(job(recovery=Recovery(per_node=9, per_replica=2, backoff=30.0))).steady()
     for _ in range(2):
@@ -337,7 +335,7 @@ def test_a_stop_that_was_refused_is_asked_for_again_after_a_pause() -> None:
     world.wait(60.0)
     assert world.state.lingering == {}
     assert [round(later - earlier, 1) for earlier, later in pairwise(stopped_at(world))] == [
-        REFUSED_PAUSE + 0.2, REFUSED_PAUSE + 0.2,
+        RETURN_PAUSE + 0.2, RETURN_PAUSE + 0.2,
     ]  # fmt: skip
 
 
@@ -349,7 +347,7 @@ def test_a_stop_that_was_refused_is_asked_for_again_while_the_run_ends_too() -> 
     steps = [action.step for action in world.decided(StopStep)]
     again = 5
     assert (len(steps), len(set(steps)), steps.index(steps[again])) == (11, 10, 0)
-    assert round(stopped_at(world)[again] - stopped_at(world)[0], 1) == REFUSED_PAUSE + 0.2
+    assert round(stopped_at(world)[again] - stopped_at(world)[0], 1) == RETURN_PAUSE + 0.2
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
 
@@ -409,6 +407,18 @@ def test_a_node_is_kept_for_the_replica_that_is_about_to_restart_there() -> None
     world.play(lambda: world.incarnations()[R1] == 2)
     assert (world.node_of(R1), world.state.replica(R0).status) == (N5, Status.WANTED)
     assert world.steady().node_of(R0) == N3
+
+
+def test_a_free_node_goes_to_who_can_start_now_rather_than_to_who_pauses_first() -> None:
+    world = World(job(recovery=Recovery(per_node=9, backoff=60.0, breaker=1.0)), nodes=9).steady()
+    world.kill(R0)
+    world.steady()
+    world.lose_node(N3)  # its second failure: it pauses for a minute
+    world.play(lambda: world.state.replica(R0).status is Status.WANTED)
+    world.lose_node(N4)
+    world.play(lambda: world.incarnations()[R1] == 2)
+    assert (world.node_of(R1), world.state.replica(R0).status) == (N5, Status.WANTED)
+    assert world.steady().node_of(R0) == N6
 
 
 def test_everything_that_shared_a_lost_node_moves_together() -> None:
@@ -589,7 +599,8 @@ def test_an_agent_whose_budget_is_spent_is_retired_and_tried_again_after_the_win
 
 # ── planned faults ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
-    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, 2), Fault("f1", FaultKind.KILL, TRAINER, 2)])).steady()
+    faults = [Fault(f"f{i}", FaultKind.KILL, one, At(step=2)) for i, one in enumerate((R0, TRAINER))]
+    world = World(job(faults=faults)).steady()
     world.commit(1)
     world.play(at_most=10.0)
     assert world.decided(Perform) == []
@@ -603,7 +614,7 @@ def test_a_planned_fault_is_set_off_once_when_its_step_is_committed() -> None:
 
 
 def test_a_planned_fault_waits_for_its_target_to_work() -> None:
-    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, 0)]))
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, At(step=0))]))
     world.play(lambda: world.state.replica(R0).status is Status.STARTING)
     assert world.decided(Perform) == []
     world.play(at_most=10.0)
@@ -763,7 +774,7 @@ def test_a_refused_give_back_is_asked_for_again_after_a_pause() -> None:
     world.play()
     times = [s.at for s in world.events if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Release)]
     assert [round(later - earlier, 1) for earlier, later in pairwise(times)] == [
-        REFUSED_PAUSE + 0.1, REFUSED_PAUSE + 0.1,
+        RETURN_PAUSE + 0.1, RETURN_PAUSE + 0.1,
     ]  # fmt: skip
     assert_nothing_is_left(world, Outcome.CANCELLED)
 
@@ -790,7 +801,7 @@ def test_a_lost_node_does_not_hold_up_the_end() -> None:
 
 
 def test_nothing_is_launched_or_set_off_once_the_end_is_decided() -> None:
-    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, 3)], steps=3)).steady()
+    world = World(job(faults=[Fault("f0", FaultKind.KILL, R0, At(step=3))], steps=3)).steady()
     before = len(world.decided(Launch))
     world.kill(R1)
     world.cancel()

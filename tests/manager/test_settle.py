@@ -77,6 +77,30 @@ def test_a_request_that_is_never_found_counts_as_refused_after_the_quiet_period_
     assert [refusal.tag for refusal in looks.state.refusals] == [POOL]
 
 
+HET = ev.Intended(Request(Ask(POOL, 2, NODE, 60.0, more=(Ask(f"{RUN}.b", 1, NODE, 60.0, part="b"),)), WHY))
+
+
+def test_a_heterogeneous_request_is_found_by_any_of_its_components_and_each_is_then_known_for_itself() -> None:
+    looks = Looks(HET)
+    assert looks.look(NOTHING, at=QUIET - 1) == []
+    component = Observed(nodes={}, allocations={f"{RUN}.b": PENDING}, steps={})
+    assert looks.look(component, at=QUIET) == [
+        ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(f"{RUN}.b", PENDING),
+    ]  # fmt: skip
+    assert looks.look(component) == []
+    assert looks.look(component) == [ev.AllocationChanged(POOL, None)]
+    assert looks.look(NOTHING) == []
+    assert looks.look(NOTHING) == [ev.AllocationChanged(f"{RUN}.b", None)]
+
+
+def test_a_heterogeneous_request_of_which_no_component_is_found_was_never_made() -> None:
+    looks = Looks(HET)
+    looks.look(NOTHING, at=QUIET + 1)
+    assert looks.look(NOTHING, at=QUIET + 2) == [ev.Done(POOL, False, "never appeared in the queue", unheard=True)]
+    assert looks.state is not None
+    assert looks.state.allocations == {}
+
+
 def test_a_request_whose_command_still_runs_settles_itself() -> None:
     looks = Looks(REQUEST)
     busy = frozenset({POOL})

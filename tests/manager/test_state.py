@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
-from rrl.manager.fold import REFUSED_PAUSE, fold
-from rrl.manager.state import Lingering, State, Status, workers
-from rrl.spec.faults import Fault, FaultKind
+from rrl.manager.fold import RETURN_PAUSE, fold
+from rrl.manager.state import NEVER_APPEARED, Lingering, State, Status, open_requests, workers
+from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.jobview import Recovery
-from rrl.spec.launch import tag_of
+from rrl.spec.launch import ENDED_AT_ONCE, tag_of
 from rrl.spec.words import (
     Cause,
     Evidence,
@@ -30,7 +30,7 @@ from rrl.spec.words import (
     Verdict,
     Version,
 )  # fmt: skip
-from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
 from rrl.tests.manager.world import found, lost
 
 POOL = f"{RUN}.pool"
@@ -183,7 +183,7 @@ def test_a_step_that_was_asked_to_end_lingers_until_it_is_seen_to_end_or_certain
     assert (done.lingering, done.intents) == ({}, {})
     refused = told(ev.Done(f"{tag_of(RUN, R1)}!stop", False, "no"), state=state, at=50.0)
     held = refused.lingering[tag_of(RUN, R1)]
-    assert (held.asked, held.not_before, refused.intents) == (False, 50.0 + REFUSED_PAUSE, {})
+    assert (held.asked, held.not_before, refused.intents) == (False, 50.0 + RETURN_PAUSE, {})
 
 
 def test_a_replica_that_is_stopped_while_it_is_believed_is_retired() -> None:
@@ -302,7 +302,7 @@ def test_a_give_back_that_was_refused_is_open_again_after_a_pause() -> None:
     assert state.allocations[POOL].releasing
     state = told(ev.Done(f"{POOL}!release", False, "denied"), state=state, at=30.0)
     assert not state.allocations[POOL].releasing
-    assert state.allocations[POOL].not_before == 30.0 + REFUSED_PAUSE
+    assert state.allocations[POOL].not_before == 30.0 + RETURN_PAUSE
 
 
 def test_a_result_that_comes_after_its_allocation_has_gone_harms_nothing() -> None:
@@ -327,10 +327,35 @@ def test_a_newest_step_that_is_told_before_those_that_led_to_it_hides_none_of_th
 
 
 def test_a_planned_fault_is_set_off_once_it_is_intended_and_settled_by_the_agents_word() -> None:
-    perform = Perform(Fault("f0", FaultKind.KILL, "rollout/0", 1), tag_of(RUN, R1), N1, WHY)
+    perform = Perform(Fault("f0", FaultKind.KILL, "rollout/0", At(step=1)), tag_of(RUN, R1), N1, WHY)
     state = told(*RUNNING, ev.Intended(perform))
     assert (state.faults, list(state.intents)) == (("f0",), ["fault:f0"])
     assert told(ev.FaultInjected("f0", R1, True), state=state).intents == {}
+
+
+def test_an_ordered_fault_waits_until_it_is_set_off_or_refused_and_is_forgotten_then() -> None:
+    fault = Fault("i1", FaultKind.KILL, "rollout/0", At(step=9), by="ada")
+    state = told(*RUNNING, ev.Ordered(fault, "ada", "c1"))
+    assert (state.ordered, state.commands, state.faults) == ((fault,), ("c1",), ())
+    for then in (ev.Intended(Perform(fault, tag_of(RUN, R1), N1, WHY, R1)), ev.FaultInjected("i1", None, False, "no")):
+        after = told(then, state=state)
+        assert (after.ordered, after.faults) == ((), ("i1",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hit"), [(FaultKind.KILL, {"rollout/0"}), (FaultKind.CRASH, {"rollout/0", "agent/n1"})]
+)
+def test_a_failure_of_who_was_hit_is_told_from_a_real_one(kind: FaultKind, hit: set[str]) -> None:
+    agent = Life(ReplicaId("agent/n1"), 1)
+    fault = Perform(Fault("f0", kind, "rollout/0"), tag_of(RUN, R1), N1, WHY, None if kind is FaultKind.CRASH else R1)
+    before = told(*RUNNING, ev.Intended(Launch(agent, tag_of(RUN, agent), POOL, N1, WHY)), ev.Intended(fault))
+    assert {replica.id for replica in before.replicas.values() if replica.fault} == hit
+    fence = ev.Decided(Fence(R1, Rung.IN_PLACE, WHY))
+    assert [start.injected for start in told(fence, state=before).replica(R1.replica).failures] == [True]
+    for cleared in (ev.FaultInjected("f0", R1, False), ev.FaultInjected("f0", R1, True, ended=True)):
+        assert not any(r.fault for r in told(cleared, state=before).replicas.values())
+    again = Launch(Life(R1.replica, 2), tag_of(RUN, Life(R1.replica, 2)), POOL, N1, WHY)
+    assert not told(fence, ev.Intended(again), state=before).replica(R1.replica).fault
 
 
 def test_a_command_is_taken_once_and_cancel_remembers_who_asked() -> None:
@@ -345,14 +370,126 @@ def test_the_last_record_says_how_and_when_the_run_ended() -> None:
     )  # fmt: skip
 
 
+# ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+WHOLE = Ask(POOL, 2, NODE, 60.0, part="a", more=(Ask(f"{RUN}.b", 1, NODE, 60.0, part="b"),))
+BOTH = (POOL, f"{RUN}.b")
+
+
+def test_a_heterogeneous_request_is_an_allocation_for_each_component_and_leaves_none_when_it_was_not_done() -> None:
+    state = told(ev.Intended(Request(WHOLE, WHY)))
+    assert tuple(state.allocations) == BOTH
+    assert (state.asked, state.asked_since) == ({"a": 1, "b": 1}, 10.0)
+    assert open_requests(state) == dict.fromkeys(BOTH, POOL)
+    assert open_requests(told(ev.Done(POOL, True), state=state)) == {}
+    refused = told(ev.Done(POOL, False, "no"), state=state)
+    assert (refused.allocations, refused.intents) == ({}, {})
+    assert [(one.part, one.detail) for one in refused.refusals] == [("a", "no")]
+
+
+def test_a_node_knows_the_part_that_it_serves_also_when_it_has_left() -> None:
+    seen = AllocationSeen(AllocationState.RUNNING, "7+1", (N1,))
+    state = told(ev.Intended(Request(WHOLE, WHY)), ev.AllocationChanged(f"{RUN}.b", seen), ev.Decided(Exclude(N1, WHY)))
+    assert state.nodes[N1].part == "b"
+    assert told(ev.AllocationChanged(f"{RUN}.b", None), state=state).nodes[N1].part == "b"
+
+
+def test_an_allocation_counts_its_walltime_from_when_it_was_seen_to_run_and_anew_when_it_is_queued_again() -> None:
+    running, queued = (AllocationSeen(one, "7", ()) for one in (AllocationState.RUNNING, AllocationState.PENDING))
+    state = told(*pool(state=AllocationState.PENDING))
+    assert state.allocations[POOL].ends == float("inf")
+    state = told(ev.AllocationChanged(POOL, running), state=state, at=50.0)
+    state = told(ev.AllocationChanged(POOL, AllocationSeen(AllocationState.RUNNING, "7", (N1,))), state=state, at=60.0)
+    assert state.allocations[POOL].ends == 50.0 + 3600.0
+    state = told(ev.AllocationChanged(POOL, queued), ev.AllocationChanged(POOL, running), state=state, at=90.0)
+    assert state.allocations[POOL].ends == 91.0 + 3600.0
+
+
+def test_a_request_that_could_never_be_met_counts_as_refused_when_it_is_given_back() -> None:
+    for hopeless in ("", "BadConstraints"):
+        seen = AllocationSeen(AllocationState.PENDING, "7", (), "BadConstraints", hopeless)
+        asked = (ev.Intended(Request(WHOLE, WHY)), ev.Done(POOL, True), ev.AllocationChanged(POOL, seen))
+        state = told(*asked, ev.Intended(Release(POOL, WHY)))
+        assert [one.detail for one in state.refusals] == ([f"{POOL}: BadConstraints"] if hopeless else [])
+        assert told(ev.AllocationChanged(POOL, None), state=state).refusals == state.refusals
+
+
+def test_who_moves_has_not_failed_and_is_wanted_where_it_moves_to() -> None:
+    state = told(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, to=N2)))
+    held = state.replicas[R1.replica]
+    assert (held.status, held.prefer, held.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
+    assert list(state.lingering) == [tag_of(RUN, R1)]
+
+
+# ── starts that fail, and commands that are done ─────────────────────────────────────────────────────────────────────
+def test_only_what_failed_by_itself_before_any_life_joined_counts_as_a_failed_start() -> None:
+    alone = told(*pool(N1, N2), launch(), found(R1, "exit_record", 20.0), fence())
+    assert alone.replicas[R1.replica].unstarted == 1
+    with_its_node = told(*pool(N1, N2), launch(), lost(N1, 20.0), fence())
+    assert with_its_node.replicas[R1.replica].unstarted == 0
+    later = told(*RUNNING, found(R1, "exit_record", 20.0), fence())
+    assert (later.replicas[R1.replica].ever_joined, later.replicas[R1.replica].unstarted) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        ("no such node", 0),
+        (NEVER_APPEARED, 1),
+        (f"{ENDED_AT_ONCE}: Illegal instruction", 1),
+        ("srun: not started: no python on n1", 1),
+    ],
+)
+def test_of_refused_launches_those_count_of_which_something_ran_or_should_have(said: str, counts: int) -> None:
+    state = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, said))
+    assert state.replicas[R1.replica].unstarted == counts
+    unheard = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, said, unheard=True))
+    assert unheard.replicas[R1.replica].unstarted == 0
+
+
+SHARD = Life(ReplicaId("shard/0"), 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "service", "status"),
+    [
+        (0, "exited", False, Status.COMPLETED),
+        (0, "exited", True, Status.JOINED),
+        (0, "asked", False, Status.JOINED),
+        (1, "exited", False, Status.JOINED),
+        (None, "signalled", False, Status.JOINED),
+    ],
+)
+def test_a_command_that_exits_with_code_0_of_its_own_accord_is_done(
+    code: int | None, why: str, service: bool, status: Status
+) -> None:
+    state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, commands(command("shard", service=service)))))
+    tag = tag_of(RUN, SHARD)
+    state = told(*pool(N1), launch(SHARD), ev.Joined(SHARD, N1, "host", 6), state=state)
+    state = told(ev.StepEnded(SHARD, tag, code, None, why), state=state)
+    assert (state.replicas[SHARD.replica].status, state.replicas[SHARD.replica].step) == (status, None)
+    assert state.believed(SHARD) is (status is Status.JOINED)
+
+
+def test_what_an_agent_says_of_its_node_is_kept_with_the_node() -> None:
+    agent = Life(ReplicaId("agent/n1"), 1)
+    state = told(*pool(N1), launch(agent))
+    assert state.nodes[N1].probe is None
+    assert told(ev.AgentJoined(agent, N1, "host", 5), state=state).nodes[N1].probe == ""
+    assert told(ev.AgentJoined(agent, N1, "host", 5, "no torch"), state=state).nodes[N1].probe == "no torch"
+
+
 # ── any order ────────────────────────────────────────────────────────────────────────────────────────────────────────
 _replicas = st.sampled_from([*ROLLOUTS, TRAINER, ReplicaId("agent/n1"), ReplicaId("ghost/7")])
 _lives = st.builds(Life, _replicas, st.integers(0, 3))
 _nodes = st.sampled_from([N1, N2, N3])
 _allocations = st.sampled_from([POOL, f"{RUN}.more-1"])
-_asks = st.builds(Ask, _allocations, st.integers(1, 2), st.just(NODE), st.just(60.0))
+_asks = st.builds(
+    Ask, _allocations, st.integers(1, 2), st.just(NODE), st.just(60.0),
+    more=st.sampled_from([(), (Ask(f"{RUN}.other", 1, NODE, 60.0, part="other"),)]),
+)  # fmt: skip
 _whys = st.builds(Why, st.sampled_from([(), ("because",)]), st.sampled_from([None, *Rung]))
-_faults = st.builds(Fault, st.sampled_from(["f0", "f1"]), st.sampled_from(FaultKind), _replicas, st.integers(0, 2))
+_moments = st.builds(At, st.integers(0, 2))
+_faults = st.builds(Fault, st.sampled_from(["f0", "f1"]), st.sampled_from(FaultKind), _replicas, _moments)
 _steps = _lives.map(lambda life: tag_of(RUN, life))
 _outside = st.one_of(
     st.builds(Request, _asks, _whys),
@@ -360,15 +497,15 @@ _outside = st.one_of(
     _lives.flatmap(lambda life: st.builds(Launch, st.just(life), st.just(tag_of(RUN, life)), _allocations, _nodes,
                                           _whys)),
     _lives.flatmap(lambda life: st.builds(StopStep, st.just(tag_of(RUN, life)), st.just(life), st.just(1.0), _whys)),
-    st.builds(Perform, _faults, _steps, _nodes, _whys),
+    st.builds(Perform, _faults, _steps, _nodes, _whys, st.none() | _lives),
 )  # fmt: skip
 _decisions = st.one_of(
-    st.builds(Fence, _lives, st.sampled_from(Rung), _whys),
+    st.builds(Fence, _lives, st.sampled_from(Rung), _whys, st.none() | _nodes),
     st.builds(Exclude, _nodes, _whys),
     st.builds(Finish, st.sampled_from(Outcome), _whys),
 )
 _seen = st.builds(AllocationSeen, st.sampled_from(AllocationState), st.just("7"),
-                  st.lists(_nodes, unique=True).map(tuple))  # fmt: skip
+                  st.lists(_nodes, unique=True).map(tuple), hopeless=st.sampled_from(["", "never"]))  # fmt: skip
 _evidence = st.just((Evidence("step", "it ended", 1.0),))
 _findings = st.one_of(
     st.builds(Finding, st.just("exit_record"), st.sampled_from(Verdict), st.just(Cause.PROCESS),
@@ -387,7 +524,8 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.Decided: st.builds(ev.Decided, _decisions),
     ev.AllocationChanged: st.builds(ev.AllocationChanged, _allocations, st.none() | _seen),
     ev.NodeChanged: st.builds(ev.NodeChanged, _nodes, st.builds(NodeSeen, st.sampled_from(NodeState))),
-    ev.AgentJoined: st.builds(ev.AgentJoined, _lives, _nodes, st.just("host"), st.just(1)),
+    ev.AgentJoined: st.builds(ev.AgentJoined, _lives, _nodes, st.just("host"), st.just(1),
+                              st.sampled_from(["", "no torch"])),
     ev.Admitted: _lives.flatmap(lambda life: st.builds(ev.Admitted, st.just(life), st.just(tag_of(RUN, life)), _nodes,
                                                        st.just(1))),
     ev.Joined: st.builds(ev.Joined, _lives, _nodes, st.just("host"), st.just(1), st.none() | st.just("tcp://x")),
@@ -399,8 +537,10 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.VersionHeld: st.builds(ev.VersionHeld, _lives, _versions),
     ev.StepCommitted: st.builds(ev.StepCommitted, _lives, st.integers(0, 3), st.just({"reward": 0.5}) | st.just({})),
     ev.FindingChanged: st.builds(ev.FindingChanged, _findings),
-    ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), _lives, st.booleans()),
+    ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), st.none() | _lives, st.booleans(),
+                                st.just("said"), ended=st.booleans(), unknown=st.booleans()),
     ev.Commanded: st.builds(ev.Commanded, st.sampled_from(["cancel", "other"]), st.just("me"), st.just("c1")),
+    ev.Ordered: st.builds(ev.Ordered, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
     ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
 }  # fmt: skip
 EVENTS = st.one_of(*_BY_TYPE.values())

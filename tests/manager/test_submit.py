@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -37,12 +39,25 @@ def test_two_runs_of_one_second_have_two_ids(job: Job, source: Path) -> None:
 def test_a_manager_that_cannot_be_started_leaves_no_run_and_says_why(
     job: Job, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(run: RunDir, view: JobView) -> None:
+    def fail(run: RunDir, view: JobView) -> str:
         raise OSError("no such partition")
 
     monkeypatch.setattr(submit, "start_manager", fail)
+    run = submit.create(job, source)
     with pytest.raises(OSError, match="no such partition"):
-        submit.submit(job, source)
+        submit.start(run, job)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_directory_that_becomes_full_while_it_is_made_is_removed(
+    job: Job, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes, mode: int = 0o600) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(submit, "write_atomically", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        submit.create(job, source)
     assert list((tmp_path / "runs").iterdir()) == []
 
 

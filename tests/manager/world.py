@@ -12,12 +12,13 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Action, Fence, Launch, Outside, Perform, Release, Request, Rung, StopStep
+from rrl.manager.actions import Action, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
 from rrl.manager.state import State, Status, workers
 from rrl.spec.jobview import JobView
+from rrl.spec.launch import NOT_STARTED
 from rrl.spec.words import (
     AGENT,
     Cause,
@@ -25,6 +26,7 @@ from rrl.spec.words import (
     Finding,
     Life,
     NodeName,
+    Outcome,
     Remedy,
     ReplicaId,
     Verdict,
@@ -50,6 +52,16 @@ class World:
         self.over = False
         self.refuse = ""
         """what every request is refused with"""
+        self.closed: dict[str, str] = {}
+        """parts whose requests wait in the queue, and Slurm's reason"""
+        self.hopeless: dict[str, str] = {}
+        """parts whose requests wait for ever, and Slurm's reason"""
+        self.broken: dict[str, str] = {}
+        """roles whose process ends before it joins, and why"""
+        self.broken_lives: dict[ReplicaId, str] = {}
+        """the same for single replicas, and for agents"""
+        self.unfit: dict[NodeName, str] = {}
+        """nodes whose probe fails, and what it says"""
         self.refuse_launch: set[NodeName] = set()
         """nodes on which the cluster refuses every launch"""
         self.refuse_release = 0
@@ -110,7 +122,8 @@ class World:
         return self.play(at_most=1.0)
 
     def works(self) -> bool:
-        return all(r.status is Status.JOINED and r.step in self.steps for r in workers(self.state))
+        at_work = (r for r in workers(self.state) if r.status is not Status.COMPLETED)
+        return all(r.status is Status.JOINED and r.step in self.steps for r in at_work)
 
     def incarnations(self) -> dict[ReplicaId, int]:
         return {replica.id: replica.incarnation for replica in workers(self.state)}
@@ -154,8 +167,6 @@ class World:
 
     def land(self) -> None:
         """The requests that nobody answered turn out to have been heard."""
-        self.refuse_stop = 0
-        """so many ends of steps are refused"""
         self.unanswered = False
         for tag, ask in self.asks.items():
             if tag in self.state.intents:
@@ -168,6 +179,18 @@ class World:
         for tag, ask in self.asks.items():
             if tag in self.state.allocations and not self.held.get(tag):
                 self._grant(ask)
+
+    def open(self, part: str) -> None:
+        """The queue comes to the requests of this part."""
+        self.closed.pop(part)
+        self.arrive(0)
+
+    def finish(self, replica: ReplicaId) -> None:
+        """Its process is done: it exits with code 0."""
+        held = self.state.replica(replica)
+        assert held.step in self.steps
+        self._end(held.step, 0)
+        self._turn()
 
     def decided(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]
@@ -230,17 +253,36 @@ class World:
         if self.refuse:
             self._later(0.1, lambda: self.record(ev.Done(ask.tag, False, self.refuse)))
         elif not self.unanswered:
-            self._grant(ask)
+            components = (ask, *ask.more)
+            whole = sum(one.count for one in components) <= len(self._free)
+            gang = "" if whole and not any(self._awaits(one) for one in components) else "Resources"
+            for one in components:
+                assert one is ask or one.tag not in self.asks, "one tag, two requests"
+                self.asks[one.tag] = one
+                self._grant(one, gang if ask.more else "")
 
-    def _grant(self, ask: Ask) -> None:
-        free = [node for node in self._free if node not in ask.exclude and node not in self.dead]
+    def _awaits(self, ask: Ask) -> str:
+        return self.hopeless.get(ask.part) or self.closed.get(ask.part) or ""
+
+    def _grant(self, ask: Ask, said: str = "") -> None:
+        said = self._awaits(ask) or said
+        free = [node for node in self._free if node not in ask.exclude and node not in self.dead and not said]
         nodes = tuple(free[: ask.count]) if len(free) >= ask.count else ()
         self._free = [node for node in self._free if node not in nodes]
         self.held[ask.tag] = nodes
         state = AllocationState.RUNNING if nodes else AllocationState.PENDING
-        seen = AllocationSeen(state, "7", nodes, "" if nodes else "Resources")
+        reason = "" if nodes else said or "Resources"
+        seen = AllocationSeen(state, "7", nodes, reason, hopeless=self.hopeless.get(ask.part, ""))
         self._later(0.1, lambda: self.record(ev.Done(ask.tag, True)))  # of one that is known already: changes nothing
         self._later(1.0, lambda: self.record(ev.AllocationChanged(ask.tag, seen)))
+        if nodes:
+            self._later(1.0 + ask.walltime, lambda: self._expire(ask.tag))
+
+    def _expire(self, tag: str) -> None:
+        """Its walltime is over."""
+        if self.held.get(tag):
+            nodes = self._give_back(tag)
+            self.record(ev.AllocationChanged(tag, AllocationSeen(AllocationState.ENDED, "7", nodes, "TIMEOUT")))
 
     def _release(self, action: Release) -> None:
         if self.refuse_release:
@@ -267,17 +309,27 @@ class World:
             self._end(action.step, 0)
             return
         self.record(ev.Admitted(life, action.step, node, 100))
-        if role_of(life.replica) == AGENT:
-            self.record(ev.AgentJoined(life, node, node, 100))
+        why = self.broken_lives.get(life.replica) or self.broken.get(role_of(life.replica))
+        if role_of(life.replica) == AGENT and why is None:
+            self.record(ev.AgentJoined(life, node, node, 100, self.unfit.get(node, "")))
             return
-        self._later(0.7, lambda: self._join(action))
+        self._later(0.7, lambda: self._join(action) if why is None else self._break(action, why))
+
+    def _break(self, action: Launch, why: str) -> None:
+        if action.step in self.steps:
+            del self.steps[action.step]
+            code = None if why.startswith(NOT_STARTED) else 1
+            believed = self.state.believed(action.life)
+            self.record(ev.StepEnded(action.life, action.step, code, None, why))
+            if believed:
+                self.record(found(action.life, "exit_record", self.now, proof=True, text=why))
 
     def _join(self, action: Launch) -> None:
         life, node = action.life, action.node
         if action.step not in self.steps or not self.state.believed(life):
             return
         self.record(ev.Joined(life, node, node, 101))
-        if role_of(life.replica) in ("rollout", "trainer"):
+        if role_of(life.replica) in _FIRST_PHASE:
             self.record(ev.VersionHeld(life, Version(self.state.step, 1)))
         self.record(ev.PhaseEntered(life, _FIRST_PHASE.get(role_of(life.replica), "serve")))
 
@@ -322,9 +374,8 @@ class World:
         heappush(self._due, (self.now + after, self._count, do))
 
 
-
-def found(life: Life, detector: str, at: float, proof: bool = False) -> ev.FindingChanged:
-    evidence = (Evidence("step", f"{life} failed", at),)
+def found(life: Life, detector: str, at: float, proof: bool = False, text: str = "") -> ev.FindingChanged:
+    evidence = (Evidence("step", text or f"{life} failed", at),)
     return ev.FindingChanged(
         Finding(detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, life=life, proof=proof)
     )
@@ -333,3 +384,17 @@ def found(life: Life, detector: str, at: float, proof: bool = False) -> ev.Findi
 def lost(node: NodeName, at: float) -> ev.FindingChanged:
     evidence = (Evidence("manager", f"agent of {node} is silent", at),)
     return ev.FindingChanged(Finding("node_lost", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, at, evidence, node=node))
+
+
+def requests(world: World) -> list[str]:
+    return [action.tag for action in world.decided(Request)]
+
+
+def rungs(world: World) -> list[Rung]:
+    return [action.rung for action in world.decided(Fence) if role_of(action.life.replica) != AGENT]
+
+
+def assert_nothing_is_left(world: World, outcome: Outcome) -> None:
+    assert world.over
+    assert (world.steps, world.held, world.state.allocations) == ({}, {}, {})
+    assert [action.outcome for action in world.decided(Finish)] == [outcome]

@@ -20,6 +20,7 @@ from rrl.manager.cluster import (
     Unanswered,
 )  # fmt: skip
 from rrl.manager.cluster.local import LocalCluster
+from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Resources
 from rrl.spec.launch import Launch
 from rrl.spec.processes import look
@@ -367,5 +368,40 @@ def test_records_that_cannot_be_read_are_unknown_and_not_gone(tmp_path: Path) ->
         assert "pool" in seen.unknown or "JSON" in seen.unknown
         with pytest.raises(Refused):
             await cluster.launch(step_of(at, at.launch(*SLEEP)))
+
+    play(tmp_path, story)
+
+
+def test_a_harmed_node_dies_with_everything_on_it_and_is_back_after_its_time(tmp_path: Path) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        async with at.manager():
+            await cluster.request(ask("pool", 2))
+            launches = [at.launch(*DAEMON, replica=f"rollout/{i}", node=f"local{i + 1}") for i in range(2)]
+            for launch in launches:
+                await cluster.launch(step_of(at, launch))
+                await eventually(lambda launch=launch: len(at.processes(launch)) == 3)  # type: ignore[misc]
+            crash = Fault("f0", FaultKind.CRASH, "local1", seconds=2.0)
+            assert await cluster.harm(crash) == "local1 is down, 3 processes of it were killed"
+            assert (at.processes(launches[0]), len(at.processes(launches[1]))) == ([], 3)
+            seen = (await cluster.observe()).nodes
+            assert seen is not None
+            assert (seen[NodeName("local1")].state, seen[NodeName("local2")].state) == (NodeState.DOWN, NodeState.UP)
+            deadline = asyncio.get_running_loop().time() + PATIENCE
+            while ((await cluster.observe()).nodes or {})[NodeName("local1")].state is NodeState.DOWN:
+                assert asyncio.get_running_loop().time() < deadline
+                await asyncio.sleep(0.05)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("kind", "node", "why"),
+    [(FaultKind.CUT, "local1", "no network"), (FaultKind.OUTAGE, "", "slurmctld"), (FaultKind.CRASH, "n9", "n9 is in")],
+)
+def test_what_cannot_be_harmed_here_is_refused(tmp_path: Path, kind: FaultKind, node: str, why: str) -> None:
+    async def story(at: Lab, cluster: LocalCluster) -> None:
+        await cluster.request(ask("pool", 1))
+        with pytest.raises(Refused, match=why):
+            await cluster.harm(Fault("f0", kind, node, seconds=1.0))
 
     play(tmp_path, story)

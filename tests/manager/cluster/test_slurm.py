@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rrl.manager.cluster import AllocationState, Ask, NodeState, Observed, Refused, Step, Unanswered
@@ -22,7 +24,7 @@ from rrl.tests.lab.slurm import SlurmLab
 
 pytestmark = pytest.mark.slurm
 
-FAST = SlurmLimits(read=8.0, write=8.0, interval=0.05, reads_per_minute=100_000)
+FAST = SlurmLimits(read=20.0, write=20.0, at_once=2, at_once_het=20, interval=0.05, reads_per_minute=100_000)
 WITHIN = 30.0
 SCRIPT = """trap "echo TERM >> $1.said; exit 0" TERM
 echo $$ > $1.pid.new; mv $1.pid.new $1.pid
@@ -233,6 +235,106 @@ def test_a_request_that_cannot_be_met_yet_waits_in_the_queue_and_can_be_withdraw
     as_user(lab, scenario)
 
 
+def test_what_waits_in_the_queue_outlives_its_manager_and_starts_when_there_is_room(lab: SlurmLab, run: Run) -> None:
+    async def first() -> None:
+        slurm = run.cluster()
+        await slurm.request(run.ask(5))
+        await slurm.request(run.ask(5, "more-1"))
+        os._exit(0)
+
+    async def second() -> None:
+        slurm = run.cluster()
+        await slurm.release(run.pool)
+        await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.RUNNING)
+        await asyncio.sleep(5.0)  # one that slurmctld cannot reach is ended 3 s after its start (measured): no event
+        assert state(await slurm.observe(), run.tag("more-1")) is AllocationState.RUNNING
+
+    as_user(lab, first)
+    as_user(lab, second)
+
+
+def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: SlurmLab, run: Run) -> None:
+    first, second, third = (run.tag(name) for name in ("rollout", "trainer", "shared"))
+
+    async def scenario() -> None:
+        slurm = run.cluster()
+        parts = [run.ask(2, "rollout"), run.ask(1, "trainer"), run.ask(1, "shared")]
+        await slurm.request(msgspec.structs.replace(parts[0], more=tuple(parts[1:])))
+        observed = await until(slurm, lambda seen: state(seen, third) is AllocationState.RUNNING)
+        assert observed.allocations is not None
+        nodes = {tag: seen.nodes for tag, seen in observed.allocations.items()}
+        assert {tag: len(held) for tag, held in nodes.items()} == {first: 2, second: 1, third: 1}
+        assert len({node for held in nodes.values() for node in held}) == 4
+        for index, tag in enumerate(nodes):
+            step = run.step(f"role-{index}.1", nodes[tag][0], gpus=1)
+            await slurm.launch(msgspec.structs.replace(step, allocation=tag))
+            await run.pid(f"role-{index}.1")
+        expected = {run.tag(f"role-{index}.1"): nodes[tag][0] for index, tag in enumerate(nodes)}
+        assert (await slurm.observe()).steps == expected
+        with pytest.raises(Refused, match="is the first component of its job"):
+            await slurm.release(first)
+        await slurm.stop(run.tag("role-1.1"), grace=10.0)
+        assert (run.folder / "role-1.1.launch.said").read_text() == "TERM\n"
+        await slurm.release(second)
+        observed = await until(slurm, lambda seen: state(seen, second) is AllocationState.ENDED)
+        assert {state(observed, tag) for tag in (first, third)} == {AllocationState.RUNNING}
+        await slurm.launch(msgspec.structs.replace(run.step("role-2.2", nodes[third][0]), allocation=third))
+        await run.pid("role-2.2")
+        await asyncio.gather(slurm.release(first), slurm.release(third))  # the first one waits for the others
+        await until(slurm, lambda seen: seen.steps == {} and state(seen, first) is AllocationState.ENDED)
+        await slurm.close()
+
+    as_user(lab, scenario)
+
+
+def test_what_has_not_begun_is_given_back_as_a_whole_and_says_if_it_never_will(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster(hold="sbatch")
+        await run.hold(slurm, 3)
+        await slurm.request(msgspec.structs.replace(run.ask(1, "rollout"), more=(run.ask(1, "trainer", hold=""),)))
+        observed = await until(slurm, lambda seen: state(seen, run.tag("trainer")) is AllocationState.PENDING)
+        assert observed.allocations is not None
+        assert observed.allocations[run.tag("trainer")].hopeless == "JobHeldUser"
+        await slurm.release(run.tag("trainer"))
+        observed = await until(slurm, lambda seen: state(seen, run.tag("rollout")) is not AllocationState.PENDING)
+        assert state(observed, run.pool) is AllocationState.RUNNING
+
+    as_user(lab, scenario)
+
+
+def test_no_second_allocation_comes_onto_a_node_of_ours(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster()
+        await run.hold(slurm, 2)  # which take half of each node
+        await slurm.request(run.ask(3, "more-1"))
+        observed = await until(slurm, lambda seen: state(seen, run.tag("more-1")) is AllocationState.RUNNING)
+        assert observed.allocations is not None
+        nodes = [node for seen in observed.allocations.values() for node in seen.nodes]
+        assert len(set(nodes)) == 5
+        with pytest.raises(Refused, match="Requested node configuration is not available"):
+            await slurm.request(run.ask(1, "more-2"))
+
+    as_user(lab, scenario)
+
+
+def test_the_pool_that_a_manager_lives_in_is_not_asked_for_and_ends_with_it(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        await run.hold(run.cluster(), 1)
+        slurm = SlurmCluster(run.id, sys.executable, FAST, within=run.pool)
+        await slurm.request(run.ask(1))
+        observed = await slurm.observe()
+        assert observed.allocations is not None
+        assert observed.allocations[run.pool].detail == "RUNNING", "a second job was asked for"
+        await slurm.release(run.pool)
+        observed = await slurm.observe()
+        assert observed.allocations is not None
+        assert observed.allocations[run.pool].detail == "ends with its manager"
+        assert state(observed, run.pool) is AllocationState.ENDED
+        assert state(await run.cluster().observe(), run.pool) is AllocationState.RUNNING, "its manager would be dead"
+
+    as_user(lab, scenario)
+
+
 def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(lab: SlurmLab, run: Run) -> None:
     async def deaf() -> None:
         slurm = run.cluster(hold="sbatch")
@@ -247,7 +349,7 @@ def test_nobody_knows_while_the_controller_is_deaf_and_the_tag_settles_it_later(
         assert [type(other) for other in others] == [Unanswered] * 4, others
         assert "timed out" in observed.unknown
         assert "timed out" in str(others[0])
-        assert "no answer within 0.5 s" in str(others[3])
+        assert re.search(r"no answer within 0.5 s|timed out", str(others[3]))  # the latter if we were kept waiting
 
     async def later() -> None:  # it landed, and is found by its tag
         await until(run.cluster(), lambda seen: state(seen, run.pool) is AllocationState.RUNNING)
@@ -266,13 +368,13 @@ def test_the_form_of_the_allocation_follows_the_sites_inactive_limit(lab: SlurmL
     lab.clear()
     conf = lab.conf.read_text()
     try:
-        lab.conf.write_text(conf.replace("InactiveLimit=0", "InactiveLimit=3600"))
-        lab.slurm("scontrol", "reconfigure")
+        with lab.controller_down():  # not "scontrol reconfigure": after it, 24.11 and 26.05 miss dead nodes (measured)
+            lab.conf.write_text(conf.replace("InactiveLimit=0", "InactiveLimit=3600"))
         as_user(lab, one_pool)
         assert batch_flags(lab) == ["BatchFlag=1"]
     finally:
-        lab.conf.write_text(conf)
-        lab.slurm("scontrol", "reconfigure")
+        with lab.controller_down():
+            lab.conf.write_text(conf)
 
 
 def batch_flags(lab: SlurmLab) -> list[str]:

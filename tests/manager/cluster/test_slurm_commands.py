@@ -105,3 +105,15 @@ def test_the_budget_refills_steadily_and_actions_read_on_credit() -> None:
     assert not budget.take(3)
     now = 80.0
     assert budget.take(3)
+
+
+def test_the_managers_of_a_user_share_one_budget_by_their_number() -> None:
+    now = 0.0
+    budget = Budget(60, clock=lambda: now)
+    budget.share(3)
+    assert budget.per_minute == 20
+    assert sum(budget.take(3) for _ in range(20)) == 6
+    now = 60.0
+    assert sum(budget.take(3) for _ in range(20)) == 6  # never more than a minute's share
+    budget.share(0)  # nobody is seen, not even we ourselves
+    assert budget.per_minute == 60

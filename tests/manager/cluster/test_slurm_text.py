@@ -11,6 +11,8 @@ from rrl.manager.cluster.slurm_text import (
     Job,
     Unreadable,
     inactive_limit,
+    managed_runs,
+    never_clears,
     node_state,
     read_jobs,
     read_nodes,
@@ -30,6 +32,7 @@ def jobs(name: str) -> dict[str, Job]:
 def test_a_running_pool_has_its_nodes_and_its_tag() -> None:
     pool = jobs("jobs")["37"]
     nodes = (NodeName("n1"), NodeName("n2"))
+    assert pool.target == ("--jobid=37",)
     assert pool == Job("37", AllocationState.RUNNING, nodes, "demo.pool", "RUNNING", "rrl demo demo.pool")
 
 
@@ -39,6 +42,56 @@ def test_a_pending_job_says_why_it_waits() -> None:
     assert waiting["40"].detail == "PENDING: Resources"
     assert waiting["41"].detail == "PENDING: PartitionConfig"
     assert waiting["41"].comment == ""
+
+
+def test_components_have_their_own_ids_tags_and_nodes_and_are_aimed_at_through_their_leader() -> None:
+    seen = jobs("hetjobs")
+    assert (seen["62"].name, seen["62"].nodes, seen["62"].leader) == ("demo.rollout", ("n3", "n4"), "61")
+    assert seen["61"].target == ("--jobid=61", "--het-group=0")
+    assert seen["62"].target == ("--jobid=61", "--het-group=1")
+    steps = {step.name: (step.job, step.nodes) for step in read_steps(recorded("hetsteps"))}
+    assert steps == {"demo.x-0.1": ("61", ("n1",)), "demo.x-1.1": ("62", ("n3",))}
+
+
+def test_a_job_that_never_starts_by_itself_says_for_what_reason() -> None:
+    assert jobs("hetjobs")["65"].hopeless == "JobHeldUser"
+    assert jobs("jobs")["40"].hopeless == ""
+    assert jobs("jobs")["13"].hopeless == ""  # PartitionNodeLimit, and cancelled: it waits no more
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS", "JobHeldAdmin",
+     "PartitionNodeLimit", "PartitionTimeLimit", "QOSNotAllowed", "AssocMaxWallDurationPerJobLimit", "QOSMaxGRESPerJob",
+     "QOSMaxCpuPerNode", "QOSMinCpuNotSatisfied", "AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes", "QOSGrpWallLimit",
+     "Job's account not known, so it can't use this partition (short allows foo)"],
+)  # fmt: skip
+def test_reasons_that_nobody_waits_out(reason: str) -> None:
+    assert never_clears(reason)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["Resources", "Priority", "None", "Dependency", "BeginTime", "Licenses", "AssocGrpCpuLimit", "AssocGrpJobsLimit",
+     "AssocMaxJobsLimit", "AssocGrpCPURunMinutesLimit", "QOSGrpGRESRunMinutes", "QOSMaxJobsPerUserLimit",
+     "QOSMaxCpuPerUserLimit", "QOSMaxGRESPerUser", "PartitionDown", "PartitionInactive", "PartitionConfig",
+     "ReqNodeNotAvail, UnavailableNodes:n[2-4]", "SomethingNew",
+     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"],
+)  # fmt: skip
+def test_reasons_that_may_clear_by_themselves(reason: str) -> None:
+    assert not never_clears(reason)
+
+
+def test_the_runs_with_a_manager_are_those_with_a_job_but_for_one_whose_manager_waits() -> None:
+    def job(state: AllocationState, comment: str) -> Job:
+        return Job("1", state, (), "x", "", comment)
+
+    pending, running, ended = AllocationState.PENDING, AllocationState.RUNNING, AllocationState.ENDED
+    assert managed_runs([
+        job(running, "rrl a manager"), job(pending, "rrl a a.pool"), job(pending, "rrl b b.pool"),
+        job(pending, "rrl c manager"), job(ended, "rrl d manager"), job(running, "somebody else's"),
+        job(running, "rrl"),
+    ]) == {"a", "b"}  # fmt: skip
 
 
 def test_a_long_reason_with_commas_and_spaces_stays_in_its_field() -> None:

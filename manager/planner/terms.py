@@ -1,0 +1,35 @@
+"""When a run and its allocations end, and from when on an allocation that ends first is to be succeeded."""
+
+from __future__ import annotations
+
+from rrl.manager.state import Allocation, State
+
+NEVER = float("inf")
+WALLTIME_MARGIN = 60.0
+"""s before the end of the walltime, at least, that the run is ended in order"""
+
+
+def last_moment(state: State) -> float:
+    """Manager's time (s) at which the run is ended in order, so that this is over before its walltime is.
+
+    What an orderly end takes; that the nodes were there may have been seen a poll late. Never more than half of the
+    walltime: of a short one something is to be had, too."""
+    limits = state.job.limits
+    margin = max(WALLTIME_MARGIN, 4 * limits.step_grace) + limits.poll
+    return state.ends - min(margin, state.job.walltime / 2)
+
+
+def succeeded_from(state: State, allocation: Allocation) -> float:
+    """Manager's time (s) from which this allocation is to be succeeded by another; inf where it outlives the run."""
+    if not allocation.running or allocation.ends >= last_moment(state):
+        return NEVER
+    return allocation.ends - _lead(state, allocation)
+
+
+def pressing_from(state: State, allocation: Allocation) -> float:
+    """Half of that time is over: who moves does not wait any more for others that fail again and again."""
+    return allocation.ends - _lead(state, allocation) / 2
+
+
+def _lead(state: State, allocation: Allocation) -> float:
+    return min(state.job.limits.rotate, allocation.ask.walltime / 2)

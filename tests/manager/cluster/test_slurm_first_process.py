@@ -1,0 +1,129 @@
+"""First processes on a real Slurm, as a plain user: what they get of it, what roles see of it, one that is absent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+
+import msgspec
+import pytest
+
+from rrl.manager.cluster import AllocationState, Ask, Refused, Step
+from rrl.manager.cluster.slurm import SlurmCluster
+from rrl.manager.cluster.slurm_commands import SlurmLimits
+from rrl.spec.jobview import Resources
+from rrl.spec.launch import Launch
+from rrl.spec.rundir import write_atomically
+from rrl.spec.words import NodeName
+from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
+from rrl.tests.lab.slurm import SlurmLab
+from rrl.transport.messages import AgentHello, StepExit
+
+pytestmark = pytest.mark.slurm
+
+NODE = Resources(cpus=4, gpus=2, mem=2000 * 2**20)
+FAST = SlurmLimits(interval=0.05, reads_per_minute=100_000)
+HOSTILE = {"SLURM_NTASKS": "64", "SLURM_STEP_GPUS": "9", "PMI_RANK": "5", "PMIX_RANK": "5", "OMPI_COMM_WORLD_RANK": "5",
+           "SRUN_EXPORT_ENV": "ALL", "SLURM_EXPORT_ENV": "ALL"}  # fmt: skip
+
+
+@pytest.fixture
+def site(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield slurm_lab
+    slurm_lab.clear()
+
+
+def as_user(site: SlurmLab, name: str, story: Callable[[Lab], Coroutine[None, None, None]]) -> None:
+    folder = site.home / name
+
+    def play() -> None:
+        folder.mkdir()
+        with lab(folder) as at:
+            asyncio.run(story(at))
+
+    site.call_as_user(play, within=3 * PATIENCE)
+
+
+async def hold(slurm: SlurmCluster, at: Lab) -> NodeName:
+    """A pool of one node, once it runs."""
+    pool = f"{at.run.id}.pool"
+    await slurm.request(Ask(pool, 1, NODE, walltime=600.0, comment=f"rrl {at.run.id}"))
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        seen = (await slurm.observe()).allocations or {}
+        if pool in seen and seen[pool].state is AllocationState.RUNNING:
+            return seen[pool].nodes[0]
+        assert time.monotonic() < deadline, seen
+        await asyncio.sleep(0.05)
+
+
+def step(at: Lab, launch: Launch, each: Resources, agent: bool = False) -> Step:
+    log = at.run.log_file(f"{launch.tag}.step")
+    return Step(
+        launch.tag, f"{at.run.id}.pool", launch.node, each, at.run.launch_file(launch.tag), log, agent, agent
+    )
+
+
+def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_of_slurm_or_mpi(site: SlurmLab) -> None:
+    async def story(at: Lab) -> None:
+        os.environ.update(HOSTILE)
+        slurm = SlurmCluster(at.run.id, sys.executable, FAST)
+        try:
+            node = await hold(slurm, at)
+            async with at.manager() as manager:
+                agent = at.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": "0.2"}, dies_with_launcher=True)
+                await slurm.launch(step(at, agent, Resources(cpus=1, gpus=2), agent=True))
+                await manager.hears(AgentHello)
+                roles = []
+                for index in range(2):
+                    role = at.launch("env", replica=f"rollout/{index}", node=node, dies_with_launcher=True)
+                    role = msgspec.structs.replace(role, gpus=1, network="127.0.0.0/8")
+                    write_atomically(at.run.launch_file(role.tag), msgspec.json.encode(role))
+                    roles.append(role)
+                roles[0] = hold_gpu(at, roles[0])
+                for role in roles:
+                    await slurm.launch(step(at, role, Resources(cpus=1, gpus=1, mem=100 * 2**20)))
+                await manager.hears(StepExit, lambda end: end.life == roles[1].life)
+                seen = [await environment(at, role) for role in roles]
+            assert not [name for one in seen for name in one if re.match(r"SLURM|SRUN|PMI|OMPI", name)]
+            assert sorted(one["RRL_GPUS"] for one in seen) == ["0", "1"]
+            assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen) == ["0", "1"]
+            assert {(one["GLOO_SOCKET_IFNAME"], one["RRL_ADDRESS"]) for one in seen} == {("lo", "127.0.0.1")}
+        finally:
+            await slurm.release(f"{at.run.id}.pool")
+            await slurm.close()
+
+    as_user(site, "gpus", story)
+
+
+def test_an_interpreter_that_is_absent_on_the_node_is_refused_in_slurms_own_words(site: SlurmLab) -> None:
+    async def story(at: Lab) -> None:
+        patient = msgspec.structs.replace(FAST, launch=PATIENCE, begin=PATIENCE)
+        slurm = SlurmCluster(at.run.id, "/no/such/venv/bin/python", patient)
+        try:
+            node = await hold(slurm, at)
+            said = r"^not started: .*execve\(\): /no/such/venv/bin/python: No such file or directory"
+            with pytest.raises(Refused, match=said):
+                await slurm.launch(step(at, at.launch("true", node=node), Resources(cpus=1)))
+        finally:
+            await slurm.release(f"{at.run.id}.pool")
+            await slurm.close()
+
+    as_user(site, "absent", story)
+
+
+def hold_gpu(at: Lab, role: Launch) -> Launch:
+    """It keeps what it was given until the lab is closed."""
+    role = msgspec.structs.replace(role, argv=("sh", "-c", "env; exec sleep 1005"))
+    write_atomically(at.run.launch_file(role.tag), msgspec.json.encode(role))
+    return role
+
+
+async def environment(at: Lab, role: Launch) -> dict[str, str]:
+    await eventually(lambda: "RRL_ADDRESS" in at.log(role) and at.log(role).endswith("\n"), "its environment")
+    lines = (line.rpartition(" ")[2] for line in at.log(role).splitlines())
+    return dict(line.split("=", 1) for line in lines if "=" in line)

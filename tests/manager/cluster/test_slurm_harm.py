@@ -1,0 +1,73 @@
+"""Faults that a test cluster performs for us, and no other cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rrl.manager.cluster import Refused, Unanswered
+from rrl.manager.cluster.slurm_harm import HARM_ENV, harm
+from rrl.spec.faults import Fault, FaultKind
+from rrl.tests.lab import slurm_processes
+from rrl.tests.lab.slurm import SlurmLab
+
+CRASH = Fault("f1", FaultKind.CRASH, "n2", seconds=1.0)
+
+
+def test_on_any_other_cluster_nodes_and_slurm_are_not_ours_to_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HARM_ENV, raising=False)
+    with pytest.raises(Refused, match="crash can be performed on a test cluster only"):
+        asyncio.run(harm(CRASH))
+
+
+def test_a_test_cluster_that_is_gone_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(HARM_ENV, str(tmp_path / "harm"))
+    with pytest.raises(Refused, match=r"cannot be reached at .*harm: No such file"):
+        asyncio.run(harm(CRASH))
+    with pytest.raises(Refused, match="kill is nothing that a cluster does"):
+        asyncio.run(harm(Fault("f1", FaultKind.KILL, "rollout/0")))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"), [(b"", Unanswered), (b"what?\n", Unanswered), (b'{"ok": false, "detail": "no"}\n', Refused)]
+)
+def test_whatever_it_answers_is_one_of_three(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: bytes, kind: type[Exception]
+) -> None:
+    heard: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readline())
+        writer.write(said)
+        writer.close()
+
+    async def scenario() -> None:
+        server = await asyncio.start_unix_server(serve, tmp_path / "harm")
+        async with server:
+            with pytest.raises(kind):
+                await harm(Fault("f1", FaultKind.DELAY, "n2", seconds=5.0, amount=50.0))
+
+    monkeypatch.setenv(HARM_ENV, str(tmp_path / "harm"))
+    asyncio.run(scenario())
+    assert heard == [b'{"do":"delay","seconds":5.0,"node":"n2","ms":50.0}\n']
+
+
+@pytest.mark.slurm
+def test_a_node_of_the_lab_crashes_and_comes_up_again_for_its_user(slurm_lab: SlurmLab) -> None:
+    def hurt() -> None:
+        assert os.environ[HARM_ENV]
+        assert asyncio.run(harm(CRASH)) == "crash n2 for 1 s"
+        with pytest.raises(Refused, match="no node n77 in this lab"):
+            asyncio.run(harm(Fault("f2", FaultKind.CRASH, "n77")))
+
+    before = slurm_processes.of_node(slurm_lab.dir, "n2")
+    slurm_lab.call_as_user(hurt)
+    deadline = time.monotonic() + 30
+    while set(now := slurm_processes.of_node(slurm_lab.dir, "n2")) & set(before) or not now:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    slurm_lab.clear()

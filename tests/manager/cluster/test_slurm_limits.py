@@ -1,0 +1,60 @@
+"""Limits on a user's jobs: what sacctmgr prints, and what a real Slurm with slurmdbd lets a plain user see."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rrl.manager.cluster.slurm_limits import Limit, association_limits, enforced, look, qos_limits
+from rrl.tests.lab import slurm_accounting as accounting
+from rrl.tests.lab.slurm import SlurmLab
+
+ASSOC = "astro||4|10||40|normal\nastro|gpu|2|||\nphysics|||||\n"
+
+
+def test_an_associations_limits_are_its_own_and_its_accounts() -> None:
+    limits, qos = association_limits(ASSOC, "astro", "main")
+    assert limits == [
+        Limit(4, True, True, "MaxJobs of account astro"), Limit(10, False, True, "MaxSubmitJobs of account astro"),
+        Limit(40, False, False, "GrpSubmitJobs of account astro"),
+    ]  # fmt: skip
+    assert qos == "normal"
+    assert association_limits(ASSOC, "astro", "gpu")[0] == [Limit(2, True, True, "MaxJobs of account astro")]
+    assert association_limits(ASSOC, "nobody", "") == ([], "")
+
+
+def test_a_qos_limits_each_user_and_all_together() -> None:
+    assert qos_limits("normal||||\nlow|3|6|100|\n", "low") == [
+        Limit(3, True, True, "MaxJobsPerUser of QOS low"), Limit(6, False, True, "MaxSubmitJobsPerUser of QOS low"),
+        Limit(100, True, False, "GrpJobs of QOS low"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "holds"), [("none", False), ("associations", False), ("associations,limits,qos", True), ("safe", True)]
+)
+def test_limits_hold_only_where_they_are_enforced(words: str, holds: bool) -> None:
+    assert enforced(f"AccountingStorageEnforce = {words}\nMaxStepCount = 1") is holds
+
+
+def test_where_slurm_does_not_answer_limits_are_unknown_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "scontrol cannot be started" in asyncio.run(look({})).unknown
+
+
+@pytest.mark.slurm
+def test_a_plain_user_sees_its_own_limits(accounting_lab: SlurmLab) -> None:
+    accounting.limit(accounting_lab, MaxJobs=3, MaxSubmitJobs=7)
+
+    def seen() -> None:
+        found = asyncio.run(look({}))
+        assert found.unknown == ""
+        assert found.steps_per_job == 40000
+        mine = {limit.where.partition(" ")[0]: limit for limit in found.limits}
+        assert (mine["MaxJobs"].most, mine["MaxSubmitJobs"].most) == (3, 7)
+
+    try:
+        accounting_lab.call_as_user(seen)
+    finally:
+        accounting.limit(accounting_lab, MaxJobs=-1, MaxSubmitJobs=-1)

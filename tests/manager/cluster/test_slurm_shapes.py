@@ -1,0 +1,75 @@
+"""What partitions could give: sinfo's text, and what a job may ask of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.manager.cluster.slurm_shapes import Partition, chosen, gpus_of, read_partitions, seconds_of
+from rrl.manager.cluster.slurm_text import Unreadable
+from rrl.spec.jobview import Resources
+
+INF = float("inf")
+
+
+def sinfo(*rows: str) -> str:
+    return "".join(f"\x1e{row.replace('|', chr(0x1f))}\n" for row in rows)
+
+
+PARTITIONS = sinfo(
+    "main*|6|8|8000|gpu:2|idle|infinite|1-infinite",
+    "main*|1|8|8000|gpu:2|down*|infinite|1-infinite",
+    "big|2|64|512000|gpu:a100:4(S:0-1),shard:8|mixed|1-00:00:00|1-2",
+)
+
+
+def partitions() -> dict[str, Partition]:
+    return {one.name: one for one in read_partitions(PARTITIONS)}
+
+
+def test_nodes_that_are_down_count_for_what_could_be_and_not_for_what_is() -> None:
+    main = partitions()["main"]
+    assert main.fitting(Resources(cpus=8, gpus=2, mem=8000 * 2**20)) == 7
+    assert main.fitting(Resources(cpus=8), usable=True) == 6
+    assert main.fitting(Resources(cpus=9)) == 0
+    assert (main.default, main.longest, main.most) == (True, INF, INF)
+
+
+def test_a_partitions_limits_are_read() -> None:
+    big = partitions()["big"]
+    assert (big.default, big.longest, big.most) == (False, 86400.0, 2.0)
+    assert big.told() == "2 of 64 CPUs, 512000 MiB, 4 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("node", "key"), [(Resources(cpus=65), "cpus"), (Resources(gpus=5), "gpus"), (Resources(mem=2**40), "mem")]
+)
+def test_the_key_that_no_node_is_large_enough_for_is_named(node: Resources, key: str) -> None:
+    assert partitions()["big"].lacks(node) == key
+
+
+def test_a_job_runs_in_the_partitions_that_it_names_or_in_the_default_one() -> None:
+    every = read_partitions(PARTITIONS)
+    assert [one.name for one in chosen(every, {})] == ["main"]
+    assert [one.name for one in chosen(every, {"partition": "big,main"})] == ["main", "big"]
+    assert chosen(every, {"partition": "nowhere"}) == []
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [("(null)", 0), ("gpu:2", 2), ("gpu:a100:4(S:0-1),gpu:h100:2", 6), ("shard:8,gpu:1", 1), ("mps:gpu:3", 0)],
+)
+def test_gpus_are_counted_with_or_without_a_type(gres: str, gpus: int) -> None:
+    assert gpus_of(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30:00", 1800), ("12:00:00", 43200), ("7-00:00:00", 604800), ("infinite", INF), ("0:30", 30)]
+)
+def test_times_are_read_in_every_form(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("row", ["main*|six|8|8000|(null)|idle|infinite|1-infinite", "main*|6|8"])
+def test_what_is_not_understood_is_no_partition(row: str) -> None:
+    with pytest.raises(Unreadable):
+        read_partitions(sinfo(row))

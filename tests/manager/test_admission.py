@@ -1,0 +1,116 @@
+"""What nodes and roles say of themselves when they join, and what was said of a step that never did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Launch, Why
+from rrl.manager.admission import MEMLOCK_DEFAULT, GpusTaken, memory_locks
+from rrl.manager.first_words import explained, words_of
+from rrl.manager.state import NEVER_APPEARED, Replica, State, Status, finding_about
+from rrl.spec.launch import tag_of
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Cause, Life, NodeName, ReplicaId, Verdict
+from rrl.tests.manager.jobs import ROLLOUTS, RUN, job
+from rrl.tests.manager.test_hearing import HELLO, LAUNCHED, R1, STEP, Hearing
+from rrl.transport.messages import AgentHello, Gone, Hello, Welcome
+
+N1, N2 = NodeName("n1"), NodeName("n2")
+ONE, TWO = (Life(ReplicaId(f"rollout/{i}"), 1) for i in range(2))
+
+
+def believing(*lives: Life) -> State:
+    replicas = {life.replica: Replica(life.replica, Status.JOINED, life.incarnation) for life in lives}
+    return State(RUN, job(), replicas=replicas)
+
+
+def hello(life: Life, *gpus: str, node: NodeName = N1) -> Hello:
+    return Hello(life, "tag", node, "host", 5, "starting", gpus=gpus)
+
+
+def test_a_gpu_that_another_believed_life_on_the_node_has_is_refused_and_both_are_named() -> None:
+    taken, state = GpusTaken(), believing(ONE, TWO)
+    assert taken.claim(hello(ONE, "GPU-a", "GPU-b"), state, 1.0) is None
+    finding = taken.claim(hello(TWO, "GPU-b"), state, 2.0)
+    assert finding is not None
+    assert (finding.verdict, finding.cause, finding.life) == (Verdict.FAIL, Cause.GPU, TWO)
+    assert finding.evidence[0].text == "rollout/1#1 and rollout/0#1 were both given GPU GPU-b of n1"
+
+
+def test_a_gpu_counts_on_its_node_and_for_as_long_as_who_has_it_is_believed() -> None:
+    taken = GpusTaken()
+    assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 1.0) is None
+    assert taken.claim(hello(ONE, "0"), believing(ONE, TWO), 2.0) is None  # it says so again to a new manager
+    assert taken.claim(hello(TWO, "0", node=N2), believing(ONE, TWO), 3.0) is None
+    assert taken.claim(hello(TWO, "0"), believing(TWO), 4.0) is None
+    assert taken.claim(hello(ONE), believing(ONE, TWO), 5.0) is None
+
+
+def test_who_joins_with_a_gpu_that_is_anothers_is_not_welcomed_and_is_failed_for_it(tmp_path: Path) -> None:
+    other = Life(ROLLOUTS[1], 1)
+    launched = ev.Intended(Launch(other, tag_of(RUN, other), "pool", N1, Why(("because",))))
+    hearing = Hearing(tmp_path, *LAUNCHED, launched)
+    first = msgspec.structs.replace(HELLO, gpus=("GPU-a",))
+    assert isinstance(hearing.hear(first)[-1], Welcome)
+    second = msgspec.structs.replace(first, life=other, tag=tag_of(RUN, other), pid=43)
+    assert hearing.hear(second) == []
+    assert isinstance(hearing.events[-1], ev.FindingChanged)
+    assert hearing.events[-1].finding.cause is Cause.GPU
+    state = hearing.state
+    assert state is not None
+    assert state.replica(other.replica).status is Status.LAUNCHING
+    assert finding_about(state, other) == hearing.events[-1].finding
+
+
+def test_what_an_agent_says_of_its_node_is_recorded(tmp_path: Path) -> None:
+    agent = Life(ReplicaId("agent/n1"), 1)
+    launched = ev.Intended(Launch(agent, tag_of(RUN, agent), "pool", N1, Why(("because",))))
+    hearing = Hearing(tmp_path, *LAUNCHED, launched)
+    hearing.hear(AgentHello(agent, tag_of(RUN, agent), N1, "host", 9, "boot", "no torch", 65536, 1024, ("mlx5_0",)))
+    joined, warned = hearing.events
+    assert joined == ev.AgentJoined(agent, N1, "host", 9, "no torch")
+    assert isinstance(warned, ev.FindingChanged)
+    assert (warned.finding.detector, warned.finding.verdict) == ("memlock", Verdict.WARN)
+
+
+def test_a_step_that_vanished_takes_its_last_words_into_the_record(tmp_path: Path) -> None:
+    hearing = Hearing(tmp_path, *LAUNCHED)
+    (hearing.run.logs / f"{STEP}.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n")
+    hearing.hear(Gone(R1, STEP, N1))
+    why = "vanished (agent of n1): slurmstepd: error: Detected 1 oom-kill event(s)"
+    assert hearing.events == [ev.StepEnded(R1, STEP, None, None, why)]
+
+
+def agent(memlock: int, *rdma: str) -> AgentHello:
+    return AgentHello(Life(ReplicaId("agent/n1"), 1), "tag", N1, "host", 5, "boot", "", memlock, 1024, rdma)
+
+
+def test_too_little_memory_to_lock_is_warned_of_where_rdma_would_need_it() -> None:
+    finding = memory_locks(agent(65536, "mlx5_0"), "auto", 1.0)
+    assert finding is not None
+    assert (finding.verdict, finding.node) == (Verdict.WARN, N1)
+    assert "64 KiB" in finding.evidence[0].text
+    assert memory_locks(agent(-1, "mlx5_0"), "ucx", 1.0) is None
+    assert memory_locks(agent(MEMLOCK_DEFAULT + 1, "mlx5_0"), "ucx", 1.0) is None
+    assert memory_locks(agent(65536), "ucx", 1.0) is None
+    assert memory_locks(agent(65536, "mlx5_0"), "tcp", 1.0) is None
+
+
+def test_a_step_that_never_appeared_is_explained_by_what_its_launcher_said(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    never = ev.Done("t.1", False, NEVER_APPEARED)
+    assert explained(run, never) == never
+    (run.logs / "t.1.step.log.srun").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
+    assert words_of(run, "t.1") == "srun: error: n1: task 0: Exited with exit code 2"
+    (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: execve(): /v/bin/python: No such file or directory\n")
+    said = "slurmstepd: error: execve(): /v/bin/python: No such file or directory"
+    assert explained(run, never) == ev.Done("t.1", False, f"{NEVER_APPEARED}: not started: {said}")
+    (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n\n")
+    assert explained(run, never) == ev.Done(
+        "t.1", False, f"{NEVER_APPEARED}: slurmstepd: error: Detected 1 oom-kill event(s)"
+    )
+    assert explained(run, ev.Done("t.1", True)) == ev.Done("t.1", True)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import ballast
+from rrl.manager.cluster import Refused
+from rrl.spec.rundir import RunDir
+from rrl.tests.lab.mounts import own_mounts
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run-1")
+    made.create()
+    return made
+
+
+def test_where_others_have_much_room_none_is_taken(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ballast, "MOST_FREE", 0)
+    with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1, and no more than 0 GiB"):
+        ballast.fill(run)
+    assert not run.ballast.exists()
+
+
+def test_a_run_directory_that_is_away_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="No such file"):
+        ballast.fill(RunDir(tmp_path / "nothing"))
+
+
+def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 3 * 2**20 + 5000
+    write = os.write
+
+    def bounded(fd: int, data: bytes) -> int:
+        if os.fstat(fd).st_size + len(data) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr(ballast, "MOST_FREE", 2**60)
+    monkeypatch.setattr(os, "write", bounded)
+    assert ballast.fill(run) == f"{run.ballast} takes 3.0 MiB: nothing is left"
+    assert run.ballast.stat().st_size == room
+    assert ballast.give_back(run)
+    assert not run.ballast.exists()
+    assert not ballast.give_back(run)
+
+
+FILLS_A_REAL_ONE = """
+import subprocess, sys
+from pathlib import Path
+from rrl.manager import ballast
+from rrl.spec.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", run.path], check=True)
+try:
+    (run.path / "held").write_bytes(b"1" * 1000)
+    ballast.fill(run)
+    try:
+        (run.path / "more").write_bytes(b"1" * 100_000)
+        raise SystemExit("there is room left")
+    except OSError as error:
+        print(error.strerror)
+    ballast.give_back(run)
+    (run.path / "more").write_bytes(b"1" * 100_000)
+    assert (run.path / "held").read_bytes() == b"1" * 1000
+finally:
+    subprocess.run(["umount", run.path], check=True)
+"""
+
+
+if own_mounts():  # collected only where it can run: nothing is skipped
+
+    def test_a_real_file_system_is_full_and_has_room_again(run: RunDir) -> None:
+        argv = [*own_mounts(), sys.executable, "-c", FILLS_A_REAL_ONE, str(run.path)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr

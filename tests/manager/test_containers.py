@@ -1,0 +1,159 @@
+"""The command lines that carry a role into its container, word by word, and what of a launch file goes with it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.manager.actions import Launch as LaunchAction
+from rrl.manager.actions import Why
+from rrl.manager.cluster import Ask, Refused
+from rrl.manager.containers import apptainer, mounts, pyxis
+from rrl.manager.launching import environment, keep_passed, write_launch
+from rrl.manager.state import Allocation, State
+from rrl.spec.jobview import ContainerView, EnvView, JobView, Resources, RoleView
+from rrl.spec.launch import Launch, read_launch
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.tests.manager.jobs import job
+
+NODE = Resources(cpus=8, gpus=4)
+
+
+def role(launcher: str, image: str = "rl.sif", gpus: int = 1) -> RoleView:
+    each = Resources(cpus=2, gpus=gpus)
+    return RoleView("rollout", "rollout", 1, 1, each, True, ("python", "go.py"), {"A": "1"}, launcher, image)
+
+
+BOX = ContainerView(("/data:/mnt/data:ro", "/scratch"), "python3.12")
+
+
+def test_apptainer_gets_this_command_line() -> None:
+    assert apptainer(role("apptainer"), BOX, "/runs/r1", "/home/me/job", ("python", "go.py")) == (
+        "apptainer", "exec", "--no-eval", "--bind=/runs/r1:/runs/r1", "--bind=/home/me/job:/home/me/job",
+        "--bind=/dev/shm:/dev/shm", "--bind=/data:/mnt/data:ro", "--bind=/scratch:/scratch", "--pwd=/home/me/job",
+        "--nv", "/home/me/job/rl.sif", "python", "go.py",
+    )  # fmt: skip
+
+
+def test_pyxis_gets_these_options_of_srun() -> None:
+    assert pyxis(role("pyxis", "nvcr.io#nvidia/pytorch:25.01-py3"), BOX, "/runs/r1", "/home/me/job") == (
+        "--container-image=nvcr.io#nvidia/pytorch:25.01-py3",
+        "--container-mounts=/runs/r1:/runs/r1,/home/me/job:/home/me/job,/dev/shm:/dev/shm,/data:/mnt/data:ro,"
+        "/scratch:/scratch",
+        "--container-workdir=/home/me/job", "--no-container-mount-home", "--no-container-remap-root",
+        "--no-container-entrypoint",
+    )  # fmt: skip
+
+
+def test_a_file_is_looked_for_from_the_folder_of_the_job_and_only_who_has_gpus_gets_the_driver() -> None:
+    assert pyxis(role("pyxis", "image.sqsh"), BOX, "/r", "/job")[0] == "--container-image=/job/image.sqsh"
+    assert "docker://rl:1" in apptainer(role("apptainer", "docker://rl:1"), BOX, "/r", "/job", ())
+    assert "--nv" not in apptainer(role("apptainer", gpus=0), BOX, "/r", "/job", ())
+
+
+def test_a_mount_of_the_jobs_own_wins_over_ours_and_a_folder_that_cannot_be_mounted_is_refused() -> None:
+    own = mounts(ContainerView(("/big/shm:/dev/shm:rw",)), "/r", "/job")
+    assert own == (("/r", "/r", ""), ("/job", "/job", ""), ("/big/shm", "/dev/shm", "rw"))
+    with pytest.raises(Refused, match="/a:b cannot be mounted"):
+        mounts(BOX, "/a:b", "/job")
+
+
+class Prepared:
+    """A role or agent of a job, made ready to be launched."""
+
+    def __init__(self, run: RunDir, view: JobView, replica: str = "rollout/0") -> None:
+        life = Life(ReplicaId(replica), 1)
+        action = LaunchAction(life, f"{run.id}.x.1", "pool", NodeName("n1"), Why(("wanted",)))
+        held = Allocation("pool", Ask("pool", 1, NODE, 60.0), 0.0)
+        self.step = write_launch(run, State(run.id, view, allocations={"pool": held}), action, "/job")
+        self.launch: Launch = read_launch(self.step.launch_file)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    for name, value in {"PATH": "/host/bin", "VIRTUAL_ENV": "/host/venv", "WANDB_API_KEY": "secret",
+                        "SLURM_NTASKS": "64", "OMPI_COMM_WORLD_RANK": "1", "RRL_NETWORK": "ib0"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return made
+
+
+def view(launcher: str, **changes: object) -> JobView:
+    env = EnvView(("true",), passed=("WANDB_*", "SLURM_*"), probe=("torch",), python="/opt/py", prober="/opt/py")
+    roles = (role(launcher),)
+    given = {"roles": roles, "env": env, "container": BOX, "cluster": "slurm"} | changes
+    return msgspec.structs.replace(job(), **given)
+
+
+def test_apptainer_runs_the_command_and_the_first_process_stays_on_the_node(run: RunDir) -> None:
+    made = view("apptainer")
+    keep_passed(run, made)
+    one = Prepared(run, made)
+    assert one.launch.argv[:2] == ("apptainer", "exec")
+    assert one.launch.argv[-2:] == ("python", "go.py")
+    assert (one.step.container, one.step.python, one.launch.in_image) == ((), "", False)
+    assert "rrl_at='setup line 1'" in one.launch.setup
+    assert (one.launch.env["PYTHONNOUSERSITE"], one.launch.env["PATH"]) == ("1", "/opt:/host/bin")
+
+
+def test_pyxis_takes_the_whole_step_and_nothing_of_the_host(run: RunDir) -> None:
+    made = view("pyxis")
+    keep_passed(run, made)
+    one = Prepared(run, made)
+    assert one.launch.argv == ("python", "go.py")
+    assert one.step.container[0] == "--container-image=/job/rl.sif"
+    assert (one.step.python, one.launch.in_image, one.launch.setup) == ("python3.12", True, "")
+    assert not one.launch.env.keys() & {"PATH", "VIRTUAL_ENV"}
+
+
+def test_secrets_of_the_submitting_shell_reach_roles_and_lie_in_files_of_their_owner_alone(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = view("direct")
+    keep_passed(run, made)
+    monkeypatch.delenv("WANDB_API_KEY")  # the manager runs elsewhere
+    one = Prepared(run, made)
+    assert one.launch.env["WANDB_API_KEY"] == "secret"
+    assert not one.launch.env.keys() & {"SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"}
+    assert b"secret" not in msgspec.json.encode(made)
+    kept = [path for path in run.path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+    assert sorted(kept) == [run.passed, one.step.launch_file]
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in kept} == {0o600}
+
+
+def test_an_agent_sees_all_gpus_of_its_node_and_probes_in_the_environment_of_roles(run: RunDir) -> None:
+    made = view("direct")
+    keep_passed(run, made)
+    one = Prepared(run, made, "agent/n1")
+    assert (one.step.overlap, one.step.agent, one.step.each) == (True, True, Resources(cpus=1, gpus=4))
+    assert one.launch.probe == ("/opt/py", "-c", "import torch")
+    assert one.launch.env["WANDB_API_KEY"] == "secret"
+    assert one.launch.probe_within == made.limits.join / 2
+
+
+def test_what_is_probed_is_where_roles_run(run: RunDir) -> None:
+    for launcher, expected in (("apptainer", ("apptainer", "exec")), ("pyxis", ())):
+        made = view(launcher)
+        keep_passed(run, made)
+        probe = Prepared(run, made, "agent/n1").launch.probe
+        assert probe[:2] == expected
+        assert probe[-3:] == (("python3.12", "-c", "import torch") if probe else ())
+
+
+def test_the_network_of_the_job_wins_over_the_shells_which_counts_on_slurm_only(run: RunDir) -> None:
+    for network, cluster, expected in (("eth1", "slurm", "eth1"), ("", "slurm", "ib0"), ("", "local", "")):
+        made = view("direct", network=network, cluster=cluster)
+        keep_passed(run, made)
+        assert Prepared(run, made).launch.network == expected
+
+
+def test_nothing_but_named_variables_of_the_manager_reaches_a_role(run: RunDir) -> None:
+    given = environment(job(), Resources(cpus=3), "/job")
+    assert not [name for name in given if name.startswith(("SLURM", "OMPI", "PMI", "WANDB"))]
+    assert (given["PATH"], given["OMP_NUM_THREADS"]) == ("/host/bin", "3")

@@ -1,0 +1,494 @@
+"""Runs whose nodes come in parts: a job for each replica, or one heterogeneous job; and allocations that end early."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Finish, Launch, Release, Request, Rung
+from rrl.manager.asks import first_asks
+from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
+from rrl.manager.fold import fold
+from rrl.manager.planner.rooms import Rooms
+from rrl.manager.state import Status, workers
+from rrl.spec.jobview import JobView, Limits, Recovery
+from rrl.spec.words import AGENT, Outcome, ReplicaId, role_of
+from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, WIDE, in_parts, job
+from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests
+
+R0, R1 = ROLLOUTS
+ALL = (STORE, REWARD, TRAINER, R0, R1)
+ONCE = dict.fromkeys(ALL, 1)
+SHARED, TRAIN = f"{RUN}.shared", f"{RUN}.trainer-0"
+FIRST, SECOND = f"{RUN}.rollout-0", f"{RUN}.rollout-1"
+HOUR = 3600.0
+
+
+def roles_launched(world: World) -> list[str]:
+    return [str(one.life) for one in world.decided(Launch) if role_of(one.life.replica) != AGENT]
+
+
+def allocation_of(world: World, replica: ReplicaId) -> str:
+    tag = world.state.replica(replica).allocation
+    assert tag is not None
+    return tag
+
+
+def moves(world: World) -> list[Fence]:
+    return [fence for fence in world.decided(Fence) if fence.to is not None]
+
+
+# ── form replica: the start ──────────────────────────────────────────────────────────────────────────────────────────
+def test_each_replica_with_a_node_of_its_own_is_a_request_of_its_own_and_the_others_share_one() -> None:
+    world = World(in_parts()).steady()
+    assert requests(world) == [FIRST, SECOND, SHARED, TRAIN]
+    assert {tag: (ask.part, ask.count, ask.node, ask.sbatch["partition"]) for tag, ask in world.asks.items()} == {
+        SHARED: ("shared", 1, NODE, "cpu"),
+        TRAIN: ("trainer", 1, WIDE, "trainer"),
+        FIRST: ("rollout", 1, WIDE, "rollout"),
+        SECOND: ("rollout", 1, WIDE, "rollout"),
+    }
+    homes = {replica: allocation_of(world, replica) for replica in ALL}
+    assert homes == {STORE: SHARED, REWARD: SHARED, TRAINER: TRAIN, R0: FIRST, R1: SECOND}
+    assert (world.incarnations(), world.decided(Fence)) == (ONCE, [])
+
+
+@pytest.mark.parametrize("part", ["trainer", "shared", "rollout"])
+def test_nothing_is_launched_before_the_run_has_what_it_cannot_start_without(part: str) -> None:
+    world = World(in_parts())
+    world.closed[part] = "Priority"
+    world.wait(HOUR / 2)
+    assert roles_launched(world) == []
+    assert len(requests(world)) == 4
+    world.open(part)
+    world.steady()
+    assert world.incarnations() == ONCE
+
+
+def test_what_is_beyond_that_may_come_later_and_is_used_then() -> None:
+    world = World(in_parts(rollouts=3), nodes=3)
+    world.closed["rollout"] = "Priority"
+    world.play(at_most=60.0)
+    world.open("rollout")
+    world.play(lambda: world.state.replica(TRAINER).status is Status.JOINED)
+    assert sorted(roles_launched(world)) == [f"{replica}#1" for replica in sorted((STORE, REWARD, TRAINER, R0))]
+    world.wait(10 * HOUR)
+    assert (len(requests(world)), world.decided(Release), world.state.verdict) == (5, [], None)
+    world.arrive(2)
+    world.steady()
+    assert set(world.incarnations().values()) == {1}
+
+
+def test_a_run_that_lacks_nodes_at_the_deadline_gives_back_what_has_come_and_says_what_was_missing() -> None:
+    world = World(in_parts(start_within=600.0))
+    world.closed = {"trainer": "QOSGrpNodeLimit"}
+    world.play()
+    assert world.now == pytest.approx(1600.0, abs=2.0)
+    (end,) = world.decided(Finish)
+    needed = "0 of the 1 nodes that the run cannot start without"
+    assert end.why.evidence == (f"trainer: {needed}, after 600 s ({TRAIN}: QOSGrpNodeLimit)",)
+    assert roles_launched(world) == []
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_node_that_is_lost_before_the_start_is_asked_for_again_and_given_back() -> None:
+    world = World(in_parts(), nodes=6)
+    world.closed["trainer"] = "Priority"
+    world.play(lambda: allocation_is_running(world, FIRST))
+    (node,) = world.held[FIRST]
+    world.dead.add(node)
+    world.happen(lost(node, world.now))
+    world.wait(100.0)
+    assert requests(world)[4:] == [f"{RUN}.rollout-2"]
+    assert [one.allocation for one in world.decided(Release)] == [FIRST]
+    world.open("trainer")
+    world.steady()
+    assert world.incarnations() == ONCE
+
+
+def allocation_is_running(world: World, tag: str) -> bool:
+    return tag in world.state.allocations and world.state.allocations[tag].running
+
+
+def test_a_request_of_one_part_that_the_cluster_refuses_ends_the_run_before_it_starts() -> None:
+    world = World(in_parts())
+    world.refuse = "sbatch: error: invalid partition specified: rollout"
+    world.play()
+    assert world.decided(Finish)[0].why.evidence == (world.refuse,)
+    assert_nothing_is_left(world, Outcome.REJECTED)
+
+
+def test_a_manager_that_died_among_its_first_requests_makes_the_others() -> None:
+    world = World(in_parts()).play(at_most=0.0)
+    whole = World(in_parts())
+    whole.events = []
+    whole._state = None
+    for stamped in world.events:  # what was durable: the intent of two
+        whole.record(stamped.event)
+        if isinstance(stamped.event, ev.Intended) and stamped.event.action.tag == SECOND:
+            break
+    whole.play(at_most=0.0)
+    assert requests(whole) == [SHARED, TRAIN]
+
+
+@pytest.mark.parametrize("small", [job(), in_parts(), in_parts("hetjob")], ids=lambda small: small.form)
+def test_what_is_asked_for_first_is_what_rrl_check_shows(small: JobView) -> None:
+    world = World(small).play(at_most=0.0)
+    assert tuple(request.ask for request in world.decided(Request)) == first_asks(RUN, small)
+
+
+# ── form replica: what is lost ───────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("replica", "part"), [(TRAINER, "trainer"), (R0, "rollout"), (STORE, "shared")])
+def test_an_allocation_that_ends_is_replaced_by_one_of_its_own_part_and_nobody_else_is_touched(
+    replica: ReplicaId, part: str
+) -> None:
+    world = World(in_parts(), nodes=9).steady()
+    gone = allocation_of(world, replica)
+    there = {r for r in ALL if allocation_of(world, r) == gone}
+    world.drop(gone, AllocationState.ENDED)
+    world.steady()
+    (more,) = requests(world)[4:]
+    assert (world.asks[more].part, world.asks[more].count) == (part, 1)
+    assert world.asks[more].sbatch == world.asks[gone].sbatch
+    assert world.asks[more].node == world.asks[gone].node
+    assert world.incarnations() == {r: 1 + (r in there) for r in ALL}
+
+
+def test_a_preempted_rollout_is_waited_for_as_long_as_the_run_can_do_without_it() -> None:
+    world = World(in_parts(limits=Limits(allocation=300.0))).steady()
+    world.closed["rollout"] = "Priority"
+    world.drop(FIRST)
+    world.wait(5 * HOUR)
+    assert (requests(world)[4:], world.decided(Release)) == ([f"{RUN}.rollout-2"], [])
+    assert world.incarnations() == ONCE
+    world.open("rollout")
+    world.steady()
+    assert world.incarnations() == ONCE | {R0: 2}
+
+
+def test_nodes_for_one_that_the_run_needs_are_waited_for_until_the_deadline() -> None:
+    world = World(in_parts(limits=Limits(allocation=300.0))).steady()
+    world.closed["trainer"] = "Priority"
+    world.drop(TRAIN)
+    lost_at = world.now
+    world.play()
+    ended = next(s.at for s in world.events if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Finish))
+    assert ended - lost_at == pytest.approx(300.0, abs=1.0)
+    assert world.decided(Finish)[0].why.evidence[1] == "trainer/0 has no node"
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_partition_that_refuses_rollouts_does_not_keep_the_trainer_from_its_nodes() -> None:
+    world = World(in_parts(), nodes=9).steady()
+    world.refuse = "no"
+    world.drop(FIRST)
+    world.play(at_most=100.0)
+    assert world.state.replica(R0).status is Status.RETIRED
+    world.refuse = ""
+    world.drop(TRAIN)
+    world.play(lambda: world.state.replica(TRAINER).status is Status.JOINED, at_most=60.0)
+    assert world.state.replica(TRAINER).incarnation == 2
+
+
+def test_who_has_a_request_in_the_queue_is_not_given_up_because_others_are_refused_theirs() -> None:
+    world = World(in_parts(rollouts=3), nodes=9).steady()
+    world.closed["rollout"] = "Priority"
+    world.drop(FIRST)
+    world.wait(10.0)
+    world.refuse = "AssocMaxSubmitJobLimit"
+    world.drop(SECOND)
+    world.wait(100.0)
+    given_up = [fence.life.replica for fence in world.decided(Fence) if fence.rung is Rung.DEGRADED]
+    assert [replica for replica in given_up if role_of(replica) != AGENT] == [R1]
+    world.refuse = ""
+    world.open("rollout")
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=10.0)
+    assert world.state.replica(R0).incarnation == 2
+
+
+def test_a_node_of_one_part_is_never_given_to_a_role_of_another() -> None:
+    world = World(in_parts(recovery=Recovery(per_node=1)), nodes=9).steady()
+    world.drop(SECOND)
+    world.closed["trainer"] = "Priority"
+    world.drop(TRAIN)
+    world.wait(100.0)
+    world.steady() if world.works() else world.wait(100.0)
+    assert world.state.replica(TRAINER).status is Status.WANTED
+    assert world.asks[allocation_of(world, R1)].part == "rollout"
+
+
+def test_an_allocation_whose_node_is_bad_is_given_back_when_its_replica_is_elsewhere() -> None:
+    world = World(in_parts(), nodes=9).steady()
+    world.lose_node(world.node_of(R0))
+    world.play(lambda: world.incarnations()[R0] == 2).steady()
+    assert [one.allocation for one in world.decided(Release)] == [FIRST]
+    assert world.incarnations() == ONCE | {R0: 2}
+
+
+def test_a_draining_node_is_given_back_once_its_replica_is_elsewhere_and_its_successor_is_asked_for_once() -> None:
+    world = World(in_parts(), nodes=9).steady()
+    world.closed["rollout"] = "Priority"
+    world.happen(ev.NodeChanged(world.node_of(R0), NodeSeen(NodeState.DRAINING, "MIXED+DRAIN")))
+    world.play(at_most=100.0)
+    assert world.incarnations() == ONCE
+    world.kill(R0)
+    world.play(at_most=100.0)
+    assert (requests(world)[4:], [one.allocation for one in world.decided(Release)]) == ([f"{RUN}.rollout-2"], [FIRST])
+    world.open("rollout")
+    world.steady()
+    assert world.incarnations() == ONCE | {R0: 2}
+
+
+def test_a_node_that_failed_its_replica_is_kept_until_there_is_another_and_then_given_back() -> None:
+    world = World(in_parts(recovery=Recovery(per_node=1)), nodes=9).steady()
+    world.closed["rollout"] = "Priority"
+    world.kill(R0)
+    world.steady()
+    world.kill(R0)
+    world.play(at_most=100.0)
+    assert (requests(world)[4:], world.decided(Release)) == ([f"{RUN}.rollout-2"], [])
+    world.open("rollout")
+    world.steady()
+    world.play(at_most=30.0)
+    assert (allocation_of(world, R0), [one.allocation for one in world.decided(Release)]) == (
+        f"{RUN}.rollout-2", [FIRST],
+    )  # fmt: skip
+
+
+def test_a_cancelled_run_in_parts_gives_everything_back() -> None:
+    world = World(in_parts()).steady()
+    world.cancel()
+    world.play()
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+# ── form hetjob ──────────────────────────────────────────────────────────────────────────────────────────────────────
+COMPONENTS = [f"{RUN}.rollout", f"{RUN}.shared", f"{RUN}.trainer"]
+
+
+def test_a_heterogeneous_job_is_one_request_with_a_tag_for_each_component() -> None:
+    world = World(in_parts("hetjob")).steady()
+    (request,) = world.decided(Request)
+    assert [one.tag for one in (request.ask, *request.ask.more)] == COMPONENTS
+    assert [(one.part, one.count) for one in (request.ask, *request.ask.more)] == [
+        ("rollout", 2), ("shared", 1), ("trainer", 1),
+    ]  # fmt: skip
+    assert [allocation_of(world, r) for r in ALL] == [COMPONENTS[i] for i in (1, 1, 2, 0, 0)]
+    assert world.incarnations() == ONCE
+
+
+def test_a_refused_heterogeneous_job_leaves_nothing_of_any_component() -> None:
+    world = World(in_parts("hetjob"))
+    world.refuse = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    world.play()
+    assert_nothing_is_left(world, Outcome.REJECTED)
+
+
+def test_no_component_is_given_back_before_the_request_for_all_of_them_is_settled() -> None:
+    world = World(in_parts("hetjob"))
+    world.unanswered = True
+    world.play(at_most=1.0)
+    world.cancel()
+    world.play(at_most=30.0)
+    assert (len(world.state.allocations), world.decided(Release), world.over) == (3, [], False)
+    world.happen(ev.Done(COMPONENTS[0], False, "never appeared in the queue", unheard=True))
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_a_component_that_is_lost_is_replaced_by_an_ordinary_request_for_its_part() -> None:
+    world = World(in_parts("hetjob"), nodes=9).steady()
+    world.drop(COMPONENTS[2], AllocationState.ENDED)
+    world.steady()
+    more = world.decided(Request)[1].ask
+    assert (more.part, more.count, more.node, more.more) == ("trainer", 1, WIDE, ())
+    assert world.incarnations() == ONCE | {TRAINER: 2}
+
+
+def test_a_heterogeneous_job_taken_from_the_queue_is_asked_for_under_other_names_and_not_for_ever() -> None:
+    world = World(in_parts("hetjob"), nodes=1)
+    for asked in (1, 2, 3):
+        world.play(at_most=5.0)
+        latest = world.decided(Request)[-1].ask
+        assert len(world.decided(Request)) == asked
+        for one in (latest, *latest.more):
+            world.record(ev.AllocationChanged(one.tag, None))
+        world.held = {}
+        world.play(at_most=1.0)
+    assert len({one.tag for request in world.decided(Request) for one in (request.ask, *request.ask.more)}) == 9
+    assert world.decided(Finish)[0].outcome is Outcome.FAILED
+
+
+# ── what can never be met ────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("form", ["replica", "hetjob"])
+def test_a_first_request_that_can_never_be_met_ends_the_run_with_the_clusters_words(form: str) -> None:
+    world = World(in_parts(form))
+    world.hopeless["trainer"] = "PartitionConfig: no partition of this site has such nodes"
+    world.play(at_most=60.0)
+    tag = TRAIN if form == "replica" else COMPONENTS[2]
+    assert world.decided(Finish)[0].why.evidence == (f"{tag}: {world.hopeless['trainer']}",)
+    assert_nothing_is_left(world, Outcome.REJECTED)
+
+
+def test_a_replacement_that_can_never_be_met_is_given_back_at_once_and_gone_on_without() -> None:
+    world = World(in_parts()).steady()
+    world.hopeless["rollout"] = "BadConstraints"
+    world.drop(FIRST)
+    world.play(at_most=60.0)
+    assert [one.allocation for one in world.decided(Release)] == [f"{RUN}.rollout-2"]
+    assert world.state.replica(R0).status is Status.RETIRED
+    assert world.decided(Fence)[-1].why.evidence == (f"{RUN}.rollout-2: BadConstraints",)
+    assert world.incarnations() == ONCE
+
+
+def test_one_that_was_gone_on_without_for_want_of_nodes_is_asked_for_again_after_the_window() -> None:
+    world = World(in_parts()).steady()
+    world.hopeless["rollout"] = "BadConstraints"
+    world.drop(FIRST)
+    world.wait(1500.0)
+    assert len(requests(world)) - 4 == 3  # at once, and twice after a window of 600 s
+    world.hopeless = {}
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=700.0)
+    assert world.incarnations() == ONCE | {R0: 2}
+
+
+def test_a_replacement_that_can_never_be_met_ends_the_run_where_the_role_cannot_be_spared() -> None:
+    world = World(in_parts()).steady()
+    world.hopeless["trainer"] = "BadConstraints"
+    world.drop(TRAIN)
+    world.play(at_most=60.0)
+    assert world.decided(Finish)[0].why.evidence == (f"{RUN}.trainer-1: BadConstraints", "trainer/0 has no node")
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+# ── allocations that end before the run does ─────────────────────────────────────────────────────────────────────────
+def test_a_trainer_whose_allocation_ends_moves_to_a_successor_before_that_and_nobody_else_is_touched() -> None:
+    world = World(in_parts(terms={"trainer": 4 * HOUR}), nodes=9).steady()
+    began = world.state.allocations[TRAIN].running_since
+    assert began is not None
+    world.play(lambda: len(requests(world)) > 4, at_most=4 * HOUR)
+    assert world.now == began + 4 * HOUR - world.state.job.limits.rotate
+    world.play(lambda: bool(moves(world))).steady()
+    (fence,) = moves(world)
+    assert (fence.life.replica, fence.rung, fence.to) == (TRAINER, Rung.REPLACEMENT, world.node_of(TRAINER))
+    assert fence.why.evidence == (f"its allocation {TRAIN} ends in 599 s",)
+    assert (allocation_of(world, TRAINER), world.incarnations()) == (f"{RUN}.trainer-1", ONCE | {TRAINER: 2})
+    world.play(lambda: TRAIN not in world.state.allocations, at_most=10.0)
+    assert [one.allocation for one in world.decided(Release)] == [TRAIN]
+    assert (world.state.replica(TRAINER).failures, world.state.recoveries) == ((), 0)
+
+
+def test_of_a_short_allocation_half_is_had() -> None:
+    world = World(in_parts(terms={"trainer": 600.0}), nodes=9).steady()
+    began = world.state.allocations[TRAIN].running_since
+    world.play(lambda: len(requests(world)) > 4, at_most=4 * HOUR)
+    assert began is not None
+    assert world.now == began + 300.0
+
+
+def test_a_role_moves_one_replica_at_a_time() -> None:
+    world = World(in_parts(rollouts=4, terms={"rollout": 2 * HOUR}), nodes=20).steady()
+    began = len(world.events)
+    world.play(lambda: len(moves(world)) == 4, at_most=2 * HOUR).steady()
+    state, down = None, []
+    for stamped in world.events:
+        state = fold(state, stamped)
+        down.append(sum(r.status is not Status.JOINED for r in workers(state) if r.role == "rollout"))
+    assert max(down[began:]) == 1
+    assert {r.incarnation for r in workers(world.state) if r.role == "rollout"} == {2}
+    world.wait(30.0)
+    assert sorted(one.allocation for one in world.decided(Release)) == [f"{RUN}.rollout-{n}" for n in range(4)]
+
+
+def test_allocations_are_rotated_again_and_again_until_the_run_ends() -> None:
+    world = World(in_parts(walltime=10 * HOUR, terms={"trainer": 2 * HOUR, "rollout": 3 * HOUR}), nodes=30)
+    world.play(at_most=20 * HOUR)
+    assert_nothing_is_left(world, Outcome.FAILED)
+    assert [fence for fence in world.decided(Fence) if fence.to is None and role_of(fence.life.replica) != AGENT] == []
+    ended = [s.event.seen for s in world.events if isinstance(s.event, ev.AllocationChanged)]
+    assert not any(seen is not None and seen.detail == "TIMEOUT" for seen in ended)
+    assert all(ask.walltime <= 3 * HOUR for ask in world.asks.values() if ask.part != "shared")
+    last = [ask for ask in world.asks.values() if ask.part == "trainer"][-1]
+    assert last.walltime < 2 * HOUR  # what was left of the run
+
+
+def test_a_successor_of_a_component_is_waited_for_as_long_as_the_queue_takes_too() -> None:
+    world = World(in_parts("hetjob", terms={"rollout": 4 * HOUR}, limits=Limits(allocation=300.0)), nodes=9).steady()
+    world.closed["rollout"] = "Priority"
+    world.play(lambda: len(requests(world)) > 1, at_most=4 * HOUR)
+    world.wait(500.0)
+    assert (len(requests(world)), world.decided(Release)) == (2, [])
+
+
+def test_while_its_successor_is_in_the_queue_a_replica_stays_where_it_is_and_is_restarted_there() -> None:
+    world = World(in_parts(terms={"trainer": 4 * HOUR}), nodes=9).steady()
+    world.closed["trainer"] = "Priority"
+    world.play(lambda: len(requests(world)) > 4, at_most=4 * HOUR)
+    world.kill(TRAINER)
+    world.steady()
+    assert (allocation_of(world, TRAINER), world.state.replica(TRAINER).incarnation) == (TRAIN, 2)
+    world.wait(400.0)
+    assert (len(requests(world)), world.decided(Release)) == (5, [])
+    world.open("trainer")
+    world.play(lambda: bool(moves(world))).steady()
+    assert world.state.replica(TRAINER).incarnation == 3
+
+
+def test_a_successor_that_comes_too_late_takes_what_was_ended_with_its_allocation() -> None:
+    world = World(in_parts(terms={"trainer": 4 * HOUR}, limits=Limits(allocation=900.0)), nodes=9).steady()
+    world.closed["trainer"] = "Priority"
+    world.play(lambda: TRAIN not in world.state.allocations, at_most=5 * HOUR)
+    assert world.state.replica(TRAINER).status is Status.WANTED
+    world.wait(800.0)  # waited for from when it was missed, not from when it was asked for
+    world.open("trainer")
+    world.steady()
+    assert len(requests(world)) == 5
+    assert world.incarnations() == ONCE | {TRAINER: 2}
+
+
+def test_a_successor_that_can_never_come_is_not_asked_for_without_end() -> None:
+    world = World(in_parts(terms={"rollout": 4 * HOUR}), nodes=9).steady()
+    world.hopeless["rollout"] = "PartitionDown"
+    world.play(at_most=4 * HOUR - 60.0)
+    assert 2 < len(requests(world)) - 4 <= 12
+    assert world.state.verdict is None
+
+
+def test_one_that_fails_again_and_again_keeps_the_others_on_what_ends_only_until_time_presses() -> None:
+    recovery = Recovery(per_node=99, per_replica=99, window=300.0)
+    world = World(in_parts(rollouts=3, terms={"rollout": 4 * HOUR}, recovery=recovery), nodes=20).steady()
+    ends = world.state.allocations[SECOND].ends
+    world.closed["rollout"] = "Priority"
+    world.play(lambda: len(requests(world)) > 5, at_most=4 * HOUR)
+    world.broken_lives[R0] = "exited"
+    world.kill(R0)
+    world.open("rollout")
+    world.play(lambda: bool(moves(world)), at_most=HOUR)
+    assert world.now == ends - world.state.job.limits.rotate / 2
+    assert moves(world)[0].life.replica == R1
+    world.play(at_most=30.0)
+    assert [fence.life.replica for fence in moves(world)] == [R1, ReplicaId("rollout/2")]
+
+
+def test_a_component_whose_walltime_ends_is_left_by_all_before_it_is_given_back() -> None:
+    world = World(in_parts("hetjob", terms={"rollout": 4 * HOUR}), nodes=9).steady()
+    world.play(lambda: len(moves(world)) == 2, at_most=4 * HOUR)
+    assert world.decided(Release) == []
+    world.play(at_most=30.0)
+    (more,) = [world.asks[tag] for tag in requests(world)[1:]]
+    assert (more.part, more.count) == ("rollout", 2)
+    assert [one.allocation for one in world.decided(Release)] == [COMPONENTS[0]]
+    assert world.incarnations() == ONCE | {R0: 2, R1: 2}
+
+
+def test_who_needs_a_node_is_rather_given_one_whose_allocation_lasts() -> None:
+    world = World(in_parts(terms={"trainer": 4 * HOUR}), nodes=9).steady()
+    world.play(lambda: allocation_is_running(world, f"{RUN}.trainer-1"), at_most=4 * HOUR)
+    spots = Rooms(world.state, world.now).spots("trainer")
+    assert [(spot.allocation, spot.ageing) for spot in spots] == [(f"{RUN}.trainer-1", False), (TRAIN, True)]
+
+
+def test_an_allocation_that_lasts_as_long_as_the_run_is_never_succeeded() -> None:
+    world = World(in_parts(walltime=4 * HOUR), nodes=9)
+    world.play(at_most=5 * HOUR)
+    assert len(requests(world)) == 4
+    assert moves(world) == []

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.mailbox import Letter
+from rrl.manager.orders import events_of, refusal
+from rrl.manager.state import State
+from rrl.spec.faults import At, Fault, FaultKind
+from rrl.spec.jobview import JobView
+from rrl.spec.words import Outcome
+from rrl.tests.manager.jobs import ROLLOUTS, job
+from rrl.tests.manager.world import World
+
+R0, R1 = ROLLOUTS
+KILL = Fault("i1", FaultKind.KILL, R0)
+
+
+def allowing(**changes: object) -> JobView:
+    return msgspec.structs.replace(job(), faults_allowed=True, **changes)
+
+
+def running() -> State:
+    return World(allowing()).steady().state
+
+
+def test_an_order_is_journaled_with_who_gave_it() -> None:
+    told = events_of(Letter("inject", "ada", "c1", KILL), running())
+    assert told == [ev.Ordered(msgspec.structs.replace(KILL, by="ada"), "ada", "c1")]
+
+
+def test_a_refused_order_is_journaled_with_the_reason_and_never_set_off() -> None:
+    world = World(job()).steady()
+    ordered, injected = events_of(Letter("inject", "ada", "c1", KILL), world.state)
+    assert isinstance(injected, ev.FaultInjected)
+    assert not injected.ok
+    assert injected.detail == "refused: its job spec allows no faults on demand ([faults] allow = true)"
+    world.record(ordered)
+    world.record(injected)
+    assert (world.state.ordered, world.state.commands) == ((), ("c1",))
+    world.play(at_most=60.0)
+    assert world.incarnations()[R0] == 1
+
+
+def test_the_same_order_twice_is_one() -> None:
+    state = World(allowing()).steady()
+    for event in events_of(Letter("inject", "ada", "c1", KILL), state.state):
+        state.record(event)
+    assert events_of(Letter("inject", "ada", "c2", KILL), state.state) == [ev.Commanded("inject", "ada", "c2")]
+
+
+def test_other_commands_are_no_orders() -> None:
+    assert events_of(Letter("cancel", "ada", "c1"), running()) == [ev.Commanded("cancel", "ada", "c1")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault("i", FaultKind.KILL, "judge/0"), 'no role "judge"; there are trajectories, reward, trainer, rollout'),
+        (Fault("i", FaultKind.KILL, "rollout/7"), 'no replica "rollout/7"; of rollout there are 2, so the last one is'),
+        (Fault("i", FaultKind.KILL, "rollout"), '"rollout" is no replica; a replica is written "rollout/0"'),
+        (Fault("i", FaultKind.KILL), '"" is no replica'),
+        (Fault("i", FaultKind.CRASH, "n77"), 'no node "n77" in this run; it has n1, n2, n3, n4'),
+        (Fault("i", FaultKind.CRASH), 'no node ""'),
+        (Fault("i", FaultKind.KILL, "agent/n77"), 'no node "n77" in this run'),
+        (Fault("i", FaultKind.EXIT, "agent/n1"), "an agent can only have kill, freeze, slow, not exit"),
+        (Fault("i", FaultKind.FREEZE, "manager"), "the manager can only be killed, not freeze"),
+        (Fault("i", FaultKind.CUT, R0), "cut needs seconds"),
+        (Fault("i", FaultKind.KILL, R0, seconds=3.0), "kill is for good: it takes no seconds"),
+        (Fault("i", FaultKind.KILL, R0, amount=3.0), "kill takes no amount"),
+        (Fault("i", FaultKind.SLOW, R0), "slow needs amount"),
+        (Fault("i", FaultKind.DISK_FULL, R0, seconds=3.0), "disk_full needs no target"),
+        (Fault("i", FaultKind.CRASH, R0, At(phase="train")), "at phase=train needs a replica as target"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_is(fault: Fault, why: str) -> None:
+    state = running()
+    assert refusal(fault, state.job, state).startswith(why)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        KILL, Fault("i", FaultKind.CRASH, "n1"), Fault("i", FaultKind.CRASH, R0),
+        Fault("i", FaultKind.KILL, "agent/n1"), Fault("i", FaultKind.KILL, "manager"),
+        Fault("i", FaultKind.DISK_FULL, seconds=1.0),
+        Fault("i", FaultKind.EXIT, R1, At(phase="generate"), amount=3.0), Fault("i", FaultKind.EXIT, R1),
+    ],
+)  # fmt: skip
+def test_what_is_right_is_not_refused(fault: Fault) -> None:
+    state = running()
+    assert refusal(fault, state.job, state) == ""
+
+
+def test_a_program_without_the_worker_api_is_not_asked_to_do_anything_to_itself() -> None:
+    roles = tuple(msgspec.structs.replace(role, watch="activity") for role in job().roles)
+    state = World(allowing(roles=roles)).steady().state
+    assert refusal(KILL, state.job, state) == ""
+    why = refusal(Fault("i", FaultKind.EXIT, R0, amount=1.0), state.job, state)
+    assert why == "rollout/0 does not use the worker API: exit needs its help"
+
+
+def test_a_run_that_ends_or_has_ended_takes_no_order() -> None:
+    world = World(allowing()).steady()
+    world.cancel()
+    assert refusal(KILL, world.state.job, world.state) == "it is ending (cancelled)"
+    world.record(ev.RunEnded(Outcome.CANCELLED, "asked"))
+    assert refusal(KILL, world.state.job, world.state) == "it has ended already: cancelled"

@@ -1,0 +1,205 @@
+"""The jobs that managers are, who queues the next one, and what keeps one in a pool. Slurm's part is in tests/runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import hold, own_job
+from rrl.manager import submit as starting
+from rrl.manager.journal import JournalError
+from rrl.spec.job import Job
+from rrl.spec.jobview import JobView
+from rrl.spec.load import load_job
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.tests.cli.story import Story, completed
+from rrl.tests.spec.jobs import JOB
+
+RUN = "small-7"
+
+
+def view(tmp_path: Path, extra: str = "") -> JobView:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace('"local"', '"slurm"') + extra)
+    return load_job(path).view("python")
+
+
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Path:
+    """Slurm's commands as shell scripts; each call is a line of the file that is returned."""
+    told = tmp_path / "told"
+    told.touch()
+    for name, script in scripts.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >> {told}\n{script}\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    return told
+
+
+def test_all_managers_of_a_run_have_one_name_wait_for_each_other_and_are_not_requeued(tmp_path: Path) -> None:
+    extra = '[slurm]\npartition = "gpu"\naccount = "a"\n[manager]\nslurm = { partition = "cpu", exclusive = true }\n'
+    job = own_job.parameters(RUN, view(tmp_path, extra))
+    assert (job["job_name"], job["dependency"]) == (f"{RUN}.manager", "singleton")
+    passed = {"no-requeue": True, "partition": "cpu", "account": "a", "exclusive": True}
+    assert job["additional_parameters"] == passed
+    assert job["time"] == (86400 + own_job.MARGIN) // 60
+
+
+def test_a_pool_with_its_manager_is_the_pool_and_one_exec_line(tmp_path: Path) -> None:
+    text = own_job.pool_script(RUN, view(tmp_path, '[manager]\nwhere = "pool"\n'), "/runs/small-7")
+    assert f"#SBATCH --job-name={RUN}.pool\n" in text
+    assert "#SBATCH --output=/runs/small-7/submit/pool.log\n" in text
+    assert text.splitlines()[-1].endswith(" -P -m rrl.manager.hold /runs/small-7")
+
+
+def test_a_manager_knows_the_pool_that_it_lives_in_by_its_own_jobs_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, job = view(tmp_path, '[manager]\nwhere = "pool"\n'), view(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.pool")
+    assert own_job.within(RUN, pool) == f"{RUN}.pool"
+    assert own_job.within(RUN, job) == ""
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # started by hand, in somebody's interactive job
+    assert own_job.within(RUN, pool) == ""
+
+
+def follow(run: RunDir, job: JobView, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_job, "SETTLED", 0.0)
+    monkeypatch.setattr(own_job, "queue", lambda run, view, manage: queued())
+    asyncio.run(own_job.keep_successor(run, job, lambda run: None))
+
+
+@pytest.mark.parametrize(("waiting", "queued"), [("", 1), ("echo 77", 0)])
+def test_a_manager_that_goes_on_queues_the_next_one_unless_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: str, queued: int
+) -> None:
+    told = commands(tmp_path, monkeypatch, squeue=waiting)
+    monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
+    made: list[None] = []
+    follow(RunDir(tmp_path / RUN), view(tmp_path), lambda: made.append(None), monkeypatch)
+    assert len(made) == queued
+    assert told.read_text() == f"squeue --me -h --name={RUN}.manager -o %A -t PENDING\n"
+
+
+def test_a_manager_that_is_no_job_queues_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = commands(tmp_path, monkeypatch, squeue="")
+    monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
+    follow(RunDir(tmp_path / RUN), view(tmp_path), lambda: pytest.fail("queued"), monkeypatch)
+    assert told.read_text() == ""
+
+
+def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden() -> None:
+        raise RuntimeError("sbatch: error: Access/permission denied")
+
+    commands(tmp_path, monkeypatch, squeue="")
+    monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
+    follow(RunDir(tmp_path / RUN), view(tmp_path), forbidden, monkeypatch)
+    said = capsys.readouterr().err
+    assert "this is the last manager that starts by itself: sbatch: error: Access/permission denied" in said
+    assert f"rrl manage {RUN}" in said
+
+
+def test_what_waits_is_taken_from_the_queue_and_what_runs_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
+    assert asyncio.run(own_job.withdraw(RUN, view(tmp_path))) == ""
+    assert told.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
+    assert not asyncio.run(own_job.withdrawn(RUN, view(tmp_path))), "one runs"
+    commands(tmp_path, monkeypatch, scancel="", squeue="")
+    assert asyncio.run(own_job.withdrawn(RUN, view(tmp_path)))
+    commands(tmp_path, monkeypatch, scancel="echo no >&2; exit 1")
+    assert asyncio.run(own_job.withdraw(RUN, view(tmp_path))) == "scancel: no"
+
+
+def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    with own_job._outside_of_a_job():
+        assert {"SLURM_JOB_ID", "SBATCH_PARTITION"}.isdisjoint(os.environ)
+        assert os.environ["SLURM_CONF"] == "/etc/slurm.conf"
+    assert os.environ["SLURM_JOB_ID"] == "7"
+
+
+def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [None, RuntimeError("AssocMaxSubmitJobLimit")]
+
+    def queue(run: RunDir, view: JobView, manage: Callable[[RunDir], object]) -> None:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+
+    monkeypatch.setattr(own_job, "queue", queue)
+    warning = starting.start_manager(RunDir(tmp_path / RUN), view(tmp_path))
+    assert warning.startswith("no second manager could be queued")
+    assert warning.endswith(": AssocMaxSubmitJobLimit")
+
+
+def test_a_manager_whose_turn_comes_after_the_end_leaves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    job: Job = load_job(path)
+    run = starting.create(job, path)
+    for segment in completed(run.id).written(tmp_path / "told").journal.iterdir():
+        (run.journal / segment.name).write_bytes(segment.read_bytes())
+    before = sorted(os.listdir(run.path / "journal"))
+    assert starting.run_here(run) is None
+    assert sorted(os.listdir(run.path / "journal")) == before
+    assert os.listdir(run.epochs) == []
+
+
+def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(RUN).works()
+    run = story.written(tmp_path)
+    lives: list[list[str]] = []
+
+    def call(argv: list[str]) -> int:
+        lives.append(argv)
+        if len(lives) == 3:
+            completed(RUN).written(tmp_path / "told")
+            for segment in (tmp_path / "told" / RUN / "journal").iterdir():
+                (run.journal / segment.name).write_bytes(segment.read_bytes())
+            return 0
+        return -9
+
+    monkeypatch.setattr("subprocess.call", call)
+    monkeypatch.setattr(hold, "PAUSE", 0.0)
+    monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
+    assert hold.main() == 0
+    assert len(lives) == 3
+    assert lives[0][-1] == str(run.path)
+    assert capsys.readouterr().out.count("the manager ended with -9 before the run did") == 2
+    assert hold.main() == 0
+    assert len(lives) == 3, "a manager was started for a run that has ended"
+
+
+def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Story(RUN).works().written(tmp_path)
+    answers: list[bool | Exception] = [JournalError("torn"), OSError(116, "Stale file handle"), True]
+
+    def ended(run: RunDir) -> bool:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(hold, "ended", ended)
+    monkeypatch.setattr(hold, "PAUSE", 0.0)
+    monkeypatch.setattr("subprocess.call", lambda argv: 1)
+    monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
+    assert hold.main() == 0
+    assert "rrl: torn\nrrl: [Errno 116] Stale file handle\n" in capsys.readouterr().out

@@ -1,0 +1,218 @@
+"""Who is asked to perform a fault, and what is told of it whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rrl.manager import ballast, performer
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Perform, Rung, Why
+from rrl.manager.cluster import Refused, Unanswered
+from rrl.manager.performer import Performer, abandoned
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.tests.lab.first import eventually
+from rrl.tests.manager import virtual
+from rrl.tests.manager.jobs import ROLLOUTS, job
+from rrl.tests.manager.world import World
+from rrl.transport import messages as msg
+
+R0 = ROLLOUTS[0]
+
+
+class Nodes:
+    """What a cluster answers to harm."""
+
+    def __init__(self, answer: str | Exception) -> None:
+        self.answer = answer
+        self.harmed: list[Fault] = []
+
+    async def harm(self, fault: Fault) -> str:
+        self.harmed.append(fault)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Bench:
+    def __init__(self, tmp_path: Path, answer: str | Exception = "done") -> None:
+        self.world = World(msgspec.structs.replace(job(), faults_allowed=True)).steady()
+        self.run = RunDir(tmp_path / "run-1")
+        self.run.path.mkdir()
+        self.sent: list[tuple[bytes, Any]] = []
+        self.nodes = Nodes(answer)
+        self.life = self.world.state.replica(R0).life
+        self.node = self.world.node_of(R0)
+        agent = self.world.state.replica(ReplicaId(f"agent/{self.node}"))
+        self.workers = {self.life: b"worker"}
+        cluster: Any = self.nodes
+        self.performer = Performer(
+            self.run, cluster, lambda: self.world.state, self.record, self._send, {agent.step or "": b"agent"},
+            self.workers.get,
+        )  # fmt: skip
+
+    def record(self, event: ev.Event) -> None:
+        self.world.record(event)
+        self.performer.notice(event)
+
+    async def _send(self, peer: bytes, message: Any, ask: int | None) -> None:
+        self.sent.append((peer, message))
+
+    def intend(self, kind: FaultKind, target: str = R0, seconds: float = 0.0, life: Life | None = None) -> Perform:
+        fault = Fault("f0", kind, target, seconds=seconds)
+        node = self.node if target == R0 else NodeName("")
+        step = self.world.state.replica(R0).step or ""
+        action = Perform(fault, step, node, Why(("because",)), life)
+        self.record(ev.Intended(action))
+        return action
+
+    def told(self) -> list[ev.FaultInjected]:
+        return [stamped.event for stamped in self.world.events if isinstance(stamped.event, ev.FaultInjected)]
+
+    def play(self, action: Perform, during: Callable[[], Awaitable[None]] | None = None) -> list[ev.FaultInjected]:
+        async def story() -> None:
+            performing = asyncio.create_task(self.performer.perform(action))
+            if during is not None:
+                await during()
+            async with asyncio.timeout(1000.0):
+                await performing
+            assert action.tag not in self.world.state.intents
+            assert action.fault.id in self.world.state.faults
+
+        virtual.run(story())
+        return self.told()
+
+
+@pytest.mark.parametrize(("kind", "peer"), [(FaultKind.KILL, b"agent"), (FaultKind.EXCEPTION, b"worker")])
+def test_signals_are_the_agents_and_the_rest_is_the_roles_own(tmp_path: Path, kind: FaultKind, peer: bytes) -> None:
+    bench = Bench(tmp_path)
+    action = bench.intend(kind, life=bench.life)
+
+    async def answers() -> None:
+        await eventually(lambda: bench.sent)
+        bench.record(ev.FaultInjected("f0", bench.life, True, "SIGKILL to process group 7"))
+
+    (told,) = bench.play(action, answers)
+    assert bench.sent == [(peer, msg.Inject(action.fault, action.step))]
+    assert (told.ok, told.detail) == (True, "SIGKILL to process group 7")
+
+
+def test_an_agent_that_does_not_answer_leaves_it_unknown(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (told,) = bench.play(bench.intend(FaultKind.KILL, life=bench.life))
+    assert (told.ok, told.unknown, told.life) == (False, True, bench.life)
+    assert told.detail == "nobody said within 20 s that it was performed"
+
+
+def test_a_role_that_is_replaced_before_it_called_leaves_it_unknown(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    async def replaced() -> None:
+        await asyncio.sleep(10 * performer.ANSWER_WITHIN)  # it may take as long as it likes to call
+        assert bench.told() == []
+        bench.record(ev.Decided(Fence(bench.life, Rung.IN_PLACE, Why(("it hangs",)))))
+
+    (told,) = bench.play(bench.intend(FaultKind.EXCEPTION, life=bench.life), replaced)
+    assert (told.ok, told.unknown) == (False, True)
+
+
+@pytest.mark.parametrize("code", [3, 1])
+def test_an_exit_whose_answer_was_lost_is_known_by_its_code(tmp_path: Path, code: int) -> None:
+    bench = Bench(tmp_path)
+    action = bench.intend(FaultKind.EXIT, life=bench.life)
+    action = msgspec.structs.replace(action, fault=msgspec.structs.replace(action.fault, amount=3.0))
+
+    async def ends() -> None:
+        await eventually(lambda: bench.sent)
+        bench.record(ev.StepEnded(bench.life, action.step, code, None, "exited"))
+        bench.record(ev.Decided(Fence(bench.life, Rung.IN_PLACE, Why(("it ended",)))))
+
+    (told,) = bench.play(action, ends)
+    assert (told.ok, told.unknown) == (code == 3, code != 3)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.EXCEPTION])
+def test_who_cannot_be_told_is_not_hit(tmp_path: Path, kind: FaultKind) -> None:
+    bench = Bench(tmp_path)
+    bench.performer = Performer(
+        bench.run, bench.performer._cluster, lambda: bench.world.state, bench.record, bench._send, {},
+        lambda life: None,
+    )  # fmt: skip
+    (told,) = bench.play(bench.intend(kind, life=bench.life))
+    assert (told.ok, told.unknown, bench.sent) == (False, False, [])
+
+
+def test_a_cluster_is_asked_to_harm_the_node_and_what_lasts_is_told_to_be_over(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "n3 is gone")
+    began, over = bench.play(bench.intend(FaultKind.CRASH, seconds=60.0))
+    assert [fault.target for fault in bench.nodes.harmed] == [bench.node]
+    assert (began.ok, began.detail, began.node, began.target) == (True, "n3 is gone", bench.node, R0)
+    assert (over.ok, over.ended) == (True, True)
+
+
+@pytest.mark.parametrize("answer", [Refused("not here"), Unanswered("timed out")])
+def test_what_a_cluster_refuses_or_does_not_answer_is_told(tmp_path: Path, answer: Exception) -> None:
+    bench = Bench(tmp_path, answer)
+    (told,) = bench.play(bench.intend(FaultKind.OUTAGE, "", seconds=5.0))
+    assert (told.ok, told.unknown) == (False, isinstance(answer, Unanswered))
+    assert str(answer) in told.detail
+
+
+def test_the_manager_kills_itself_and_its_successor_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
+    action = bench.intend(FaultKind.KILL, "manager")
+    asyncio.run(bench.performer.perform(action))
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+    told = abandoned(action, 2)
+    assert (told.ok, told.unknown, told.target, told.life) == (True, False, "manager", None)
+
+
+def test_a_fault_whose_manager_died_over_it_is_told_as_unknown(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    told = abandoned(bench.intend(FaultKind.KILL, life=bench.life), 2)
+    assert (told.ok, told.unknown, told.life, told.node) == (False, True, bench.life, bench.node)
+    bench.record(told)
+    assert bench.world.state.intents == {}
+
+
+def test_a_full_disk_is_given_back_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+
+    def filled(run: RunDir) -> str:
+        run.ballast.write_bytes(b"1")
+        return "filled"
+
+    async def full() -> None:
+        await eventually(bench.run.ballast.exists)
+
+    monkeypatch.setattr(ballast, "fill", filled)
+    began, over = bench.play(bench.intend(FaultKind.DISK_FULL, "", seconds=30.0), full)
+    assert not bench.run.ballast.exists()
+    assert (began.detail, over.detail, over.ended) == ("filled", "the room is given back", True)
+
+
+def test_a_full_disk_is_given_back_when_the_manager_leaves_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    monkeypatch.setattr(ballast, "fill", lambda run: str(run.ballast.write_bytes(b"1")))
+
+    async def story() -> None:
+        task = asyncio.create_task(bench.performer.perform(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))
+        await eventually(lambda: bool(bench.told()))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(story())
+    assert not bench.run.ballast.exists()

@@ -1,0 +1,135 @@
+"""What a real Slurm would not take, told with the key of job.toml to change, and nothing started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.manager.trial import Trouble, troubles
+from rrl.spec.load import load_job
+from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.spec.jobs import JOB
+
+pytestmark = pytest.mark.slurm
+SLURM = JOB.replace('kind = "local"\nnode = { cpus = 4, mem = "4GiB" }',
+                    'kind = "slurm"\nspares = 0\nnode = { cpus = 2, mem = "1GiB" }')  # fmt: skip
+FORM = "spares = 0"
+
+
+@pytest.fixture
+def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield slurm_lab
+    assert slurm_lab.jobs() == [], "something was started"
+
+
+def tried(lab: SlurmLab, tomls: dict[str, str]) -> dict[str, list[Trouble]]:
+    """The troubles with each job.toml, as the plain user is told."""
+    folder = lab.home / "trial"
+    found: dict[str, list[Trouble]] = {}
+    path = Path(folder, "found")
+
+    def ask() -> None:
+        folder.mkdir(exist_ok=True)
+        answers = {}
+        for name, toml in tomls.items():
+            (folder / f"{name}.toml").write_text(toml)
+            answers[name] = asyncio.run(troubles(load_job(folder / f"{name}.toml")))
+        path.write_bytes(msgspec.json.encode(answers))
+
+    lab.call_as_user(ask)
+    found = msgspec.json.decode(path.read_bytes(), type=dict[str, list[Trouble]])
+    return found
+
+
+def test_every_form_of_a_sound_job_would_be_taken(lab: SlurmLab) -> None:
+    het = SLURM.replace(FORM, 'form = "hetjob"\none_node_components = true')
+    forms = {"pool": SLURM, "replica": SLURM.replace(FORM, 'form = "replica"'), "hetjob": het}
+    assert tried(lab, forms) == {"pool": [], "replica": [], "hetjob": []}
+
+
+def test_a_mistake_is_told_with_its_key_and_slurms_words(lab: SlurmLab) -> None:
+    own = '[roles.rollout]\nslurm.partition = "spot"'
+    replica = SLURM.replace(FORM, 'form = "replica"').replace("[roles.rollout]", own)
+    found = tried(lab, {
+        "partition": SLURM + '[slurm]\npartition = "nowhere"\n',
+        "manager": SLURM + '[manager]\nslurm = { partition = "nowhere" }\n',
+        "constraint": SLURM + '[slurm]\nconstraint = "v100"\n',
+        "reservation": SLURM + '[slurm]\nreservation = "mine"\n',
+        "option": SLURM + '[slurm]\npartitoin = "main"\n',
+        "typed": SLURM + '[slurm]\ngres = "gpu:a100:1"\n',
+        "role": replica,
+    })  # fmt: skip
+    told = {name: [(".".join(one.key), one.text, one.certain) for one in those] for name, those in found.items()}
+    invalid = "Slurm says for {}: invalid partition specified: {}; Invalid partition name specified"
+    assert told == {
+        "partition": [("slurm.partition", invalid.format("pool", "nowhere"), True)],
+        "manager": [("manager.slurm.partition", invalid.format("the manager's job", "nowhere"), True)],
+        "constraint": [("slurm.constraint", "Slurm says for pool: Invalid feature specification", True)],
+        "reservation": [("slurm.reservation", "Slurm says for pool: Requested reservation is invalid", True)],
+        "option": [("slurm.partitoin", "Slurm says for pool: unrecognized option '--partitoin=main'", True)],
+        "typed": [("slurm.gres", "Slurm says for pool: Requested node configuration is not available", True)],
+        "role": [("roles.rollout.slurm.partition", invalid.format("rollout", "spot"), True)],
+    }
+
+
+def test_more_than_a_partition_has_is_told_in_figures(lab: SlurmLab) -> None:
+    has = "partition main has 5 of 8 CPUs, 8000 MiB, 2 GPUs"
+    found = tried(lab, {
+        "cpus": SLURM.replace("cpus = 2", "cpus = 9"), "mem": SLURM.replace("1GiB", "9GiB"),
+        "gpus": SLURM.replace("cpus = 2", "cpus = 2, gpus = 3"), "nodes": SLURM.replace("replicas = 2", "replicas = 9"),
+        "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", "replicas = 2\ngpus = 3"),
+    })  # fmt: skip
+    told = {name: [(".".join(one.key), one.text, one.certain) for one in those] for name, those in found.items()}
+    assert told == {
+        "cpus": [("cluster.node.cpus", f"5 nodes of 9 CPUs, 1024 MiB for pool: {has}", True)],
+        "mem": [("cluster.node.mem", f"4 nodes of 2 CPUs, 9216 MiB for pool: {has}", True)],
+        "gpus": [("cluster.node.gpus", f"5 nodes of 2 CPUs, 1024 MiB, 3 GPUs for pool: {has}", True)],
+        "nodes": [("cluster", f"12 nodes of 2 CPUs, 1024 MiB for pool: {has}", True)],
+        "rollout": [("roles.rollout.gpus", f"1 node of 1 CPUs, 1024 MiB, 3 GPUs for rollout: {has}", True)],
+    }
+
+
+def test_what_slurm_would_let_wait_for_ever_is_told_too(lab: SlurmLab) -> None:
+    lab.slurm("scontrol", "create", "partitionname=short", "nodes=n[1-5]", "maxtime=10", "maxnodes=2")
+    try:
+        (found,) = tried(lab, {"short": SLURM + '[slurm]\npartition = "short"\n'}).values()
+    finally:
+        lab.slurm("scontrol", "delete", "partitionname=short")
+    assert [(".".join(one.key), one.text, one.certain) for one in found] == [
+        ("cluster.walltime", "1d for pool: partition short allows 10min", True),
+        ("cluster", "5 nodes for pool: partition short allows a job 2", True),
+    ]
+
+
+def test_nodes_that_are_only_down_now_are_no_mistake(lab: SlurmLab) -> None:
+    lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=drain", "reason=test")
+    try:
+        (found,) = tried(lab, {"pool": SLURM}).values()
+    finally:
+        lab.slurm("scontrol", "update", "nodename=n[2-5]", "state=resume")
+        lab.clear()
+    assert [one.certain for one in found] == [False]
+    assert "so many of its nodes are not up now; it would wait for them" in found[0].text
+
+
+def test_a_slurm_that_does_not_answer_has_said_nothing(lab: SlurmLab) -> None:
+    with lab.deaf_controller():
+        (found,) = tried(lab, {"pool": SLURM}).values()
+    assert [one.certain for one in found] == [False]
+    assert found[0].text.startswith("Slurm cannot be asked: sinfo: ")
+
+
+def test_an_unknown_account_and_qos_are_told_where_accounts_are_enforced(accounting_lab: SlurmLab) -> None:
+    small = SLURM.replace("replicas = 2", "exclusive = false").replace('2, mem = "1GiB"', '4, mem = "4GiB"')
+    small = small.replace("[roles.rollout]", "[roles.trainer]\nexclusive = false\n[roles.rollout]")
+    found = tried(accounting_lab, {
+        "account": small + '[slurm]\naccount = "nobody"\n', "qos": small + '[slurm]\nqos = "golden"\n',
+    })  # fmt: skip
+    told = {name: [".".join(one.key) for one in those if one.certain] for name, those in found.items()}
+    assert told == {"account": ["slurm.account"], "qos": ["slurm.qos"]}
+    assert "Invalid account" in found["account"][0].text
+    assert "Invalid qos specification" in found["qos"][0].text

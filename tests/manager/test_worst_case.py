@@ -1,0 +1,74 @@
+"""The most jobs and steps of a run, and that what check shows is what the planner asks for."""
+
+from __future__ import annotations
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Request
+from rrl.manager.asks import first_asks
+from rrl.manager.fold import fold
+from rrl.manager.planner import plan
+from rrl.manager.worst_case import worst_case
+from rrl.spec.jobview import JobView, ManagerView, Part, Resources, RoleView
+
+NODE = Resources(cpus=2, mem=2**30)
+
+
+def role(name: str, kind: str, replicas: int, floor: int, exclusive: bool) -> RoleView:
+    return RoleView(name, kind, replicas, floor, Resources(), exclusive, ("true",))
+
+
+ROLES = (
+    role("trajectories", "trajectories", 1, 1, False), role("trainer", "trainer", 1, 1, True),
+    role("rollout", "rollout", 3, 1, True),
+)  # fmt: skip
+
+
+def parts(separate: bool) -> tuple[Part, ...]:
+    return (
+        Part("rollout", ("rollout",), 3, NODE, 7200.0, {"exclusive": ""}, separate, 1 if separate else 3),
+        Part("shared", ("trajectories",), 1, NODE, needed=1),
+        Part("trainer", ("trainer",), 1, NODE, sbatch={"exclusive": ""}, separate=separate, needed=1),
+    )
+
+
+def view(form: str) -> JobView:
+    pool = (Part("pool", ("trajectories", "trainer", "rollout"), 6, NODE, needed=6),)
+    return JobView(
+        "small", 10, "slurm", ROLES, pool if form == "pool" else parts(form == "replica"), form=form,
+        spares=1 if form == "pool" else 0,
+    )  # fmt: skip
+
+
+def test_a_pool_is_one_job_beside_the_manager_its_successor_and_a_replacement_of_each_node() -> None:
+    worst = worst_case(view("pool"))
+    assert (worst.jobs_to_start, worst.jobs) == (2, 2 + 1 + 6)
+    assert worst.steps == 5 + 6
+
+
+def test_each_replica_counts_and_only_those_it_cannot_do_without_count_at_the_start() -> None:
+    worst = worst_case(view("replica"))
+    assert worst.jobs == 2 + 5 + 5
+    assert worst.jobs_to_start == 1 + (1 + 1 + 1)
+
+
+def test_components_count_as_jobs() -> None:
+    assert worst_case(view("hetjob")).jobs_to_start == 1 + 3
+
+
+def test_a_manager_in_the_foreground_or_in_the_pool_is_no_job() -> None:
+    within = JobView("small", 10, "slurm", ROLES, view("pool").parts, manager=ManagerView("pool"))
+    assert worst_case(view("pool"), foreground=True).jobs_to_start == worst_case(within).jobs_to_start == 1
+
+
+def test_an_hour_holds_six_windows_of_losses_and_restarts_and_the_allocations_that_end_before_the_run() -> None:
+    hour = worst_case(view("replica"))
+    assert hour.jobs_per_hour == 2 + 5 + 6 * 1 + 3  # 20 % of five nodes is one; rollouts last two hours of the day
+    assert hour.steps_per_hour == (5 + 5) * (1 + 6 * 10)
+
+
+def test_what_is_shown_and_tried_beforehand_is_what_the_planner_asks_for() -> None:
+    for form in ("pool", "replica", "hetjob"):
+        state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted("small-7", view(form))))
+        state = fold(state, ev.Stamped(2, 0.0, 1, ev.ManagerStarted("host", 1, "")))
+        asked = [action.ask for action in plan(state, 0.0).actions if isinstance(action, Request)]
+        assert tuple(asked) == first_asks("small-7", view(form)), form
