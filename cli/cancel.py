@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
-import os
-import socket
 import sys
 import time
 
-import msgspec
-
 from rrl.cli.asking import Failed, Reader, find_run, job_of
-from rrl.manager.lease import holder
-from rrl.spec.jobview import Limits
-from rrl.spec.rundir import RunDir, write_atomically
+from rrl.cli.mailing import PAUSE, await_taken, send
+from rrl.manager.mailbox import Letter
+from rrl.spec.rundir import RunDir
 
-PAUSE = 0.2
-"""s between two looks"""
 ENDS_WITHIN = 120.0
 """s that a run is waited for once its manager has taken the command"""
 
@@ -27,45 +22,29 @@ def cancel(name: str, *, wait: bool) -> int:
     reader = Reader(run)
     state = reader.state()
     if state is not None and state.outcome is not None:
+        _withdrawn(run)
         print(f"{run.id} has ended already: {state.outcome.value}")
         return 0
-    letter = _send(run)
+    letter = send(run, Letter("cancel", getpass.getuser()))
+    if state is None and _withdrawn(run):
+        print(f"{run.id}: taken from the queue before it began")
+        return 0
     if not wait:
         print(f"{run.id}: its manager is asked to end it")
         return 0
     print(f"{run.id}: ending ...", file=sys.stderr, flush=True)
-    _await_taken(run, letter)
+    await_taken(run, letter, "end it")
     return _await_end(run, reader)
 
 
-def _send(run: RunDir) -> str:
-    name = f"{time.time_ns()}-{socket.gethostname()}-{os.getpid()}.json"
-    try:
-        write_atomically(run.mailbox / name, msgspec.json.encode({"command": "cancel", "by": getpass.getuser()}))
-    except OSError as error:
-        raise Failed(f"{run.mailbox}: {error.strerror}") from None
-    return name
-
-
-def _await_taken(run: RunDir, letter: str) -> None:
-    """Until the manager has taken the letter. Raises Failed when its lease stands still meanwhile: nobody is there."""
+def _withdrawn(run: RunDir) -> bool:
+    """Managers that wait in Slurm's queue are taken from it, and none is there any more."""
     job = job_of(run)
-    patience = 2 * (job.limits.lease if job is not None else Limits().lease)
-    held, moved = holder(run), time.monotonic()
-    while (run.mailbox / letter).exists():
-        if (now := holder(run)) != held:
-            held, moved = now, time.monotonic()
-        if time.monotonic() - moved > patience:
-            raise Failed(_nobody(run, "" if job is None else job.cluster))
-        time.sleep(PAUSE)
+    if job is None or job.cluster != "slurm":
+        return False
+    from rrl.manager import own_job
 
-
-def _nobody(run: RunDir, cluster: str) -> str:
-    waiting = f" (or, if its manager still waits in the queue: scancel --name={run.id}.manager)"
-    return (
-        f"no manager of {run.id} is alive to end it; start one, which will do so: rrl manage {run.id}"
-        f"{waiting if cluster == 'slurm' else ''}"
-    )
+    return asyncio.run(own_job.withdrawn(run.id, job))
 
 
 def _await_end(run: RunDir, reader: Reader) -> int:

@@ -1,14 +1,23 @@
-"""``rrl check``: is the job spec right, what does it say with every default, and what would be submitted."""
+"""``rrl check``: is the job spec right, what does it say with every default, what would be submitted, and would Slurm
+take it. Asks, and starts nothing."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import sys
 from pathlib import Path
 
 from rrl.cli.asking import BadInput
 from rrl.cli.screen import print_json
-from rrl.manager.submit import preview
+from rrl.manager.cluster.slurm_limits import SeenLimits, look
+from rrl.manager.preview import preview
+from rrl.manager.trial import Trouble, troubles
+from rrl.manager.worst_case import WorstCase, worst_case
 from rrl.spec.job import Job
+from rrl.spec.jobview import JobView
 from rrl.spec.load import load_job, resolved
+from rrl.spec.toml_lines import lines_of, nearest_line
 from rrl.spec.write import as_toml
 
 
@@ -20,14 +29,104 @@ def planned(job: Job, path: Path) -> list[tuple[str, str]]:
         raise BadInput(f"{path}: slurm: {error}") from None
 
 
+def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
+    """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
+
+    Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
+    warnings = _not_here(job)
+    if job.cluster.kind != "slurm":
+        return warnings, ""
+    if shutil.which("sbatch") is None:
+        raise BadInput(f'{path}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login node of'
+                       ' the cluster, or write kind = "local"')  # fmt: skip
+    view = job.view(sys.executable)
+    worst = worst_case(view, foreground)
+    found, seen = asyncio.run(_answers(job, view, foreground))
+    found += _beyond(worst, seen)
+    if certain := [_located(path, one) for one in found if one.certain]:
+        raise BadInput("\n".join(certain))
+    return [*warnings, *(_located(path, one) for one in found)], _told(worst, seen)
+
+
+async def _answers(job: Job, view: JobView, foreground: bool) -> tuple[list[Trouble], SeenLimits]:
+    found, seen = await asyncio.gather(troubles(job, foreground), look(view.parts[0].sbatch))
+    return found, seen
+
+
 def check(path: Path, *, json: bool) -> int:
-    """Raises SpecError. Touches nothing."""
+    """Raises SpecError, and BadInput. Touches nothing."""
     job = load_job(path)
     plan = planned(job, path)
     if json:
-        print_json({"job": resolved(job), "plan": [{"title": title, "text": text} for title, text in plan]})
+        warnings, most = asked(job, path)
+        shown = [{"title": title, "text": text} for title, text in [*plan, *_most(most)]]
+        print_json({"job": resolved(job), "plan": shown, "warnings": warnings})
         return 0
-    for title, text in [(f"{path}, with every default", as_toml(job)), *plan]:
-        print(f"── {title} {'─' * max(0, 96 - len(title))}\n{text.strip()}\n")
+    _print((f"{path}, with every default", as_toml(job)), *plan)
+    warnings, most = asked(job, path)  # after the plan: its last line is what is to be read
+    _print(*_most(most))
+    tell(warnings)
     print(f"{path} is right; nothing was submitted")
     return 0
+
+
+def _most(told: str) -> list[tuple[str, str]]:
+    return [("at most", told)] if told else []
+
+
+def _print(*texts: tuple[str, str]) -> None:
+    for title, text in texts:
+        print(f"── {title} {'─' * max(0, 96 - len(title))}\n{text.strip()}\n")
+
+
+def tell(warnings: list[str]) -> None:
+    for warning in warnings:
+        print(f"rrl: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _located(path: Path, trouble: Trouble) -> str:
+    """As :class:`rrl.spec.load.SpecError` says it: file, line, key."""
+    if not trouble.key:
+        return trouble.text
+    line = nearest_line(lines_of(path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")), trouble.key)
+    return f"{path}{f':{line}' if line else ''}: {'.'.join(trouble.key)}: {trouble.text}"
+
+
+def _not_here(job: Job) -> list[str]:
+    """Folders of [env] that this machine does not have; the nodes may."""
+    given = {"env.python": job.env.python, "env.venv": job.env.venv, "env.conda": job.env.conda}
+    return [
+        f"{key} = {where!r} does not exist on this machine; it must on the nodes"
+        for key, where in given.items()
+        if where and "/" in where and "$" not in where and not Path(where).expanduser().exists()
+    ]
+
+
+def _beyond(worst: WorstCase, seen: SeenLimits) -> list[Trouble]:
+    """Limits that the run could meet; certain where it could not even start."""
+    found = []
+    for limit in seen.limits:
+        if worst.jobs_to_start > limit.most:
+            said = f"the run needs {worst.jobs_to_start} jobs to start, and {limit.where} is {limit.most}"
+            found.append(Trouble((), said))
+        elif worst.jobs > limit.most:
+            said = f"the run can have {worst.jobs} jobs at once, and {limit.where} is {limit.most}"
+            found.append(Trouble((), f"{said}: replacements may have to wait", certain=False))
+    if seen.steps_per_job and worst.steps_per_hour > seen.steps_per_job:
+        said = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {seen.steps_per_job}"
+        found.append(Trouble((), said, certain=False))
+    return found
+
+
+def _told(worst: WorstCase, seen: SeenLimits) -> str:
+    """The most that the run can have and make, beside the limits that can be seen."""
+    lines = [
+        f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
+        f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",
+        *(f"limit   {one.where} = {one.most}{'' if one.alone else ', shared with others'}" for one in seen.limits),
+    ]
+    if seen.unknown:
+        lines.append(f"limits  UNKNOWN: {seen.unknown}")
+    elif not seen.limits:
+        lines.append("limits  none that hold for this user and these options")
+    return "\n".join(lines)

@@ -10,29 +10,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rrl.cli.asking import BadInput, Failed, find_run, read, summary_of
-from rrl.cli.check import planned
+from rrl.cli.asking import BadInput, Failed, check_whole, find_run, read, summary_of
+from rrl.cli.check import asked, planned, tell
 from rrl.cli.following import follow
 from rrl.cli.screen import print_json, show
 from rrl.cli.views.summary import summary_view
 from rrl.manager import submit as starting
 from rrl.manager.journal import JournalError
 from rrl.manager.lease import LeaseHeld
+from rrl.spec.job import Job
 from rrl.spec.load import load_job
-from rrl.spec.rundir import RunDir
+from rrl.spec.rundir import RunDir, runs_root
 from rrl.spec.words import Outcome
 
 
 def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
-    """Exit code: 0 when started (or, if waited for, completed), 1 when it failed or was cancelled."""
+    """Exit code: 0 when started (or, if waited for, completed), 1 when it failed or was cancelled, 2 when the cluster
+    refuses what the job spec asks for."""
     job = load_job(path)
     planned(job, path)  # what could not be submitted is refused before there is a run
-    try:
-        run = starting.create(job, path) if foreground else starting.submit(job, path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: what submitit makes of a refused sbatch
-        raise Failed(f"the run could not be started: {error}") from None
+    warnings, _ = asked(job, path, foreground)
+    tell(warnings)
+    run = _created(job, path)
     if foreground:
         return _foreground(run, json)
+    _start(run, job)
     if not wait:
         return _started(run, json)
     if not json:
@@ -46,12 +48,30 @@ def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
     return _ended(run, json)
 
 
+def _created(job: Job, path: Path) -> RunDir:
+    try:
+        return starting.create(job, path)
+    except OSError as error:
+        where = error.filename or runs_root()
+        raise BadInput(f"no run can be made in {runs_root()}: {where}: {error.strerror or error}; name another folder"
+                       " with --runs-dir") from None  # fmt: skip
+
+
+def _start(run: RunDir, job: Job) -> None:
+    try:
+        warning = starting.start(run, job)
+    except (OSError, RuntimeError) as error:  # RuntimeError: what submitit makes of a refused sbatch
+        raise Failed(f"the run could not be started: {error}") from None
+    tell([warning] if warning else [])
+
+
 def manage(name: str) -> int:
     """Be the manager of an existing run. Exit code 0 when it completed, or when this manager left before its end."""
     run = find_run(name)
     state = read(run)
     if state is not None and state.outcome is not None:
         raise BadInput(f"{run.id} has ended already: {state.outcome.value}")
+    check_whole(run)
     # Ctrl-C leaves in order, as SIGTERM does: whoever looks after a run by hand must not end it by a slip
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if _manager(run, foreground=False) is None:
@@ -109,7 +129,7 @@ def _ended(run: RunDir, json: bool) -> int:
     else:
         print()
         show(summary_view(summary))
-    return 0 if summary.get("outcome") == Outcome.COMPLETED else 1
+    return {Outcome.COMPLETED.value: 0, Outcome.REJECTED.value: 2}.get(str(summary.get("outcome")), 1)
 
 
 @contextmanager

@@ -6,9 +6,7 @@ The manager is submitted through submitit, to Slurm or to this machine; its stat
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import getpass
-import io
 import os
 import secrets
 import shutil
@@ -17,12 +15,15 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
+from rrl.manager import own_job
 from rrl.manager.cluster import Cluster
+from rrl.manager.hold import ended
 from rrl.manager.journal import JournalError
+from rrl.manager.launching import keep_passed
 from rrl.manager.lease import LeaseHeld, LeaseLost
 from rrl.manager.runtime import Manager
 from rrl.spec.job import Job
@@ -30,13 +31,9 @@ from rrl.spec.jobview import JobView
 from rrl.spec.load import resolved
 from rrl.spec.rundir import RunDir, runs_root, write_atomically
 from rrl.spec.words import Outcome
-from rrl.transport.address import own_address
+from rrl.transport.address import NoAddress, own_address
 from rrl.transport.keys import RunKeys
 
-MANAGER_CPUS = 1
-MANAGER_MEM_GB = 1
-MANAGER_MARGIN = 600.0
-"""s that the manager's own job outlives the pool's walltime"""
 RETRIES = 3
 """times that a manager which ended by an error of its own is followed by another one in the same process"""
 RETRY_PAUSE = 5.0
@@ -47,47 +44,59 @@ LOCAL_FOREVER = 60 * 24 * 365
 
 
 def create(job: Job, source: Path) -> RunDir:
-    """A fresh run directory with everything that a manager needs. Raises OSError when it cannot be written."""
+    """A fresh run directory with everything that a manager needs. Raises OSError when it cannot be written (no rights,
+    no space, over quota): then nothing of it is left."""
     # Chance in it, because Slurm's jobs are found by it: two folders of runs must not share an id.
     run = RunDir(runs_root() / f"{job.run.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    try:
+        _fill(run, job, source)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return run
+
+
+def _fill(run: RunDir, job: Job, source: Path) -> None:
     run.create()
     RunKeys.make().save(run.keys)
     write_atomically(run.job_toml, source.read_bytes())
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
     write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
-    write_atomically(run.view, msgspec.json.encode(job.view(sys.executable)))
-    return run
+    view = job.view(sys.executable)
+    write_atomically(run.view, msgspec.json.encode(view))
+    keep_passed(run, view)
 
 
-def submit(job: Job, source: Path) -> RunDir:
-    """Create the run and start its manager in the background; returns at once. Raises OSError or RuntimeError when it
-    could not be started: then nothing of it is left."""
-    run = create(job, source)
+def start(run: RunDir, job: Job) -> str:
+    """Start the manager of a fresh run in the background; returns at once, with what there is to be warned of. Raises
+    OSError or RuntimeError when it could not be started: then nothing of the run is left."""
+    view = job.view(sys.executable)
     try:
-        start_manager(run, job.view(sys.executable))
+        if view.cluster == "local" and view.network:
+            own_address(view.network)  # the manager will be here: it need not be started to find out
+        return start_manager(run, view)
     except (OSError, RuntimeError):
-        shutil.rmtree(run.path)
+        shutil.rmtree(run.path, ignore_errors=True)
         raise
-    return run
 
 
-def start_manager(run: RunDir, view: JobView) -> None:
-    """Start a manager for ``run`` through submitit: as a Slurm job, or as a process of this machine."""
-    if view.cluster == "slurm":
-        import submitit
-
-        executor = submitit.SlurmExecutor(folder=run.submit, python=sys.executable)
-        executor.update_parameters(**manager_job(run.id, view))
+def start_manager(run: RunDir, view: JobView) -> str:
+    """Start a manager for ``run``: as a Slurm job of its own with a successor in the queue, in the pool, or as a
+    process of this machine. Returns what could not be done and is not needed now. Raises OSError or RuntimeError."""
+    if view.cluster == "slurm" and view.manager.where == "pool":
+        asyncio.run(own_job.queue_pool(run, view))
+    elif view.cluster == "slurm":
+        own_job.queue(run, view, run_here)
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what its error says anyhow
-                executor.submit(run_here, run)
-        except RuntimeError as error:
-            raise RuntimeError("; ".join(dict.fromkeys(str(error).split("\n")))) from error
+            own_job.queue(run, view, run_here)
+        except (OSError, RuntimeError) as error:
+            return f"no second manager could be queued, which would go on should the first one's node die: {error}"
     elif (child := os.fork()) == 0:
         _submit_locally(run)
     elif os.waitpid(child, 0)[1] != 0:
         told = (run.submit / "controller.log").read_text(errors="replace").split("\n")
         raise OSError(next((line for line in reversed(told) if line), "its submission died without a word"))
+    return ""
 
 
 def _submit_locally(run: RunDir) -> NoReturn:
@@ -112,21 +121,6 @@ def _submit_locally(run: RunDir) -> NoReturn:
         os._exit(code)
 
 
-def manager_job(run_id: str, view: JobView) -> dict[str, Any]:
-    """submitit's parameters for the manager's own Slurm job: small, requeued by Slurm when its node dies."""
-    passed = {key: view.sbatch[key] for key in ("partition", "account", "qos") if key in view.sbatch}
-    return {
-        "job_name": f"{run_id}.manager",
-        "comment": f"rrl {run_id} manager",
-        "time": int((view.walltime + MANAGER_MARGIN) // 60),
-        "cpus_per_task": MANAGER_CPUS,
-        "mem": f"{MANAGER_MEM_GB}GB",
-        "nodes": 1,
-        "ntasks_per_node": 1,
-        "additional_parameters": {"requeue": True, **passed},
-    }
-
-
 def run_here(run: RunDir, foreground: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
 
@@ -135,7 +129,7 @@ def run_here(run: RunDir, foreground: bool = False) -> str | None:
         try:
             outcome = asyncio.run(_run(run, foreground))
             return None if outcome is None else outcome.value
-        except (LeaseHeld, JournalError):
+        except (LeaseHeld, JournalError, NoAddress):  # trying again would not help
             raise
         except Exception:
             traceback.print_exc()
@@ -147,6 +141,8 @@ def run_here(run: RunDir, foreground: bool = False) -> str | None:
 
 async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     view = msgspec.json.decode(run.view.read_bytes(), type=JobView)
+    if ended(run):  # a successor whose turn came too late
+        return None
     source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
     cluster, host = _cluster(run, view)
     manager = Manager(run, cluster, view, source, host)
@@ -155,27 +151,19 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     loop.add_signal_handler(signal.SIGUSR2, manager.leave, WALLTIME)  # submitit's warning
     if foreground:
         loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
+    succession = asyncio.create_task(own_job.keep_successor(run, view, run_here))
     try:
         outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
-        if manager.leaving == WALLTIME and os.environ.get("SLURM_JOB_NAME") == manager_job(run.id, view)["job_name"]:
-            await asyncio.to_thread(_submit_successor, run, view)
-        return outcome
     except LeaseLost as error:
         print(f"rrl: {error}; leaving", file=sys.stderr, flush=True)
         return None
-
-
-def _submit_successor(run: RunDir, view: JobView) -> None:
-    """From within a manager's job whose walltime ends: another one goes on, for its pool may have begun much later."""
-    from rrl.manager.cluster.slurm_commands import environment
-
-    kept = environment(os.environ)  # sbatch would take this job's own variables for options
-    for name in set(os.environ) - set(kept):
-        del os.environ[name]
-    try:
-        start_manager(run, view)
-    except (OSError, RuntimeError) as error:  # not every site lets jobs submit jobs; the roles go on
-        print(f"rrl: no successor could be submitted: {error}; start one: rrl manage {run.id}", file=sys.stderr)
+    finally:
+        succession.cancel()
+        await asyncio.gather(succession, return_exceptions=True)
+    queued = outcome is not None and view.cluster == "slurm" and view.manager.where == "job"
+    if queued and (left := await own_job.withdraw(run.id, view)):
+        print(f"rrl: a manager may still wait in the queue, and will leave at once: {left}", file=sys.stderr)
+    return outcome
 
 
 def _cluster(run: RunDir, view: JobView) -> tuple[Cluster, str]:
@@ -183,26 +171,9 @@ def _cluster(run: RunDir, view: JobView) -> tuple[Cluster, str]:
     if view.cluster == "slurm":
         from rrl.manager.cluster.slurm import SlurmCluster
 
-        return SlurmCluster(run.id, sys.executable), own_address()
+        python, within = view.env.python or sys.executable, own_job.within(run.id, view)
+        return SlurmCluster(run.id, python, within=within), own_address(view.network)
     from rrl.manager.cluster.local import LocalCluster
 
-    return LocalCluster(run, python=sys.executable), "127.0.0.1"
-
-
-def preview(job: Job) -> list[tuple[str, str]]:
-    """Exactly what ``rrl submit`` would start, as (title, text); touches nothing."""
-    view = job.view(sys.executable)
-    steps = "\n".join(
-        f"{role.name:13} {role.replicas} x ({role.each.cpus} cpus, {role.each.gpus} gpus,"
-        f" {role.each.mem // 2**20} MiB{', a node of its own' if role.exclusive else ''})  {' '.join(role.argv)}"
-        for role in view.roles
-    )
-    plan = [("steps", steps)]
-    if view.cluster == "slurm":
-        from rrl.slurm_templates.render import render_allocation
-
-        script = render_allocation(f"{view.name}-<time>.pool", view)
-        manager = "\n".join(f"{key} = {value}" for key, value in manager_job(f"{view.name}-<time>", view).items())
-        return [("manager (submitit, one small Slurm job)", manager), ("allocation (sbatch)", script), *plan]
-    nodes = f"{view.nodes} virtual nodes on this machine, {view.spares} of them spare; the manager as a process here"
-    return [("local cluster", nodes), *plan]
+    host = own_address(view.network) if view.network else "127.0.0.1"
+    return LocalCluster(run, python=view.env.python or sys.executable), host

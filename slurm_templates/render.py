@@ -1,21 +1,22 @@
-"""The text of an allocation: #SBATCH lines and one exec line, and the same options for ``salloc``.
+"""The text of an allocation of any form: #SBATCH lines and one exec line, and the same options for ``salloc``.
 
-Form ``pool``: one ``--no-kill`` job over all nodes, which is never requeued (a requeued pool would come back with
-nothing in it, about two minutes later). Nodes are asked for by what a node shall carry, one task a node, and not with
-``--exclusive``: so a small job, such as the manager's own, may share a node that has more; whoever wants whole nodes
-passes ``exclusive`` on.
+A ``--no-kill`` job over nodes of one shape, or several such components of a heterogeneous job. It is never requeued
+(it would come back with nothing in it, about two minutes later). Nodes are asked for by what a node shall carry, one
+task a node, and not with ``--exclusive``: so a small job, such as the manager's own, may share a node that has more;
+whoever wants whole nodes passes ``exclusive`` on.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
 from ClusterShell.NodeSet import NodeSet
 
-from rrl.spec.jobview import JobView, Resources
+from rrl.spec.jobview import Resources
 from rrl.spec.units import slurm_mem, slurm_time
 
 OURS = frozenset({
@@ -26,8 +27,14 @@ OURS = frozenset({
 """Options that cannot be passed on: rrl sets them, finds its jobs by them, or could not work with them."""
 
 _HOLDER = ("--no-requeue", "--chdir=/", "--output=/dev/null")
-"""For the batch script only. No ``--export``: the default passes the environment on; NONE would run a login shell to
-make one (sbatch(1)), and the NIL of later versions is unknown to 22.05."""
+"""For the batch script, which is that of the first component, only. No ``--export``: the default passes the
+environment on; NONE would run a login shell to make one (sbatch(1)), and the NIL of later versions is unknown to
+22.05."""
+_HOLDS = (
+    "This script only holds the nodes. The manager, outside of this job, starts every step in it.",
+    "Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.",
+)
+_MANAGES = ("The manager runs on the first of these nodes, and starts every step in this job.",)
 
 
 def allocation_options(
@@ -59,19 +66,16 @@ def allocation_options(
     return (*options, *(f"--{name}={value}" if value else f"--{name}" for name, value in sorted(extra.items())))
 
 
-def allocation_script(options: Sequence[str]) -> str:
-    """The batch script that holds an allocation with these options."""
-    given = {option.partition("=")[0] for option in options}
+def allocation_script(*components: Sequence[str], command: Sequence[str] = ()) -> str:
+    """The batch script that holds an allocation: the options of each component. ``command`` manages the run in it, and
+    ends with it; without one the script only holds the nodes."""
+    given = {option.partition("=")[0] for option in components[0]}
     mine = [option for option in _HOLDER if option.partition("=")[0] not in given]
-    return _TEMPLATES.get_template("allocation.sbatch.j2").render(options=[*options, *mine])
-
-
-def render_allocation(tag: str, view: JobView) -> str:
-    """The batch script of a job's pool, as ``rrl check`` shows it. Raises ValueError."""
-    options = allocation_options(
-        tag=tag, comment=f"rrl {tag}", nodes=view.nodes, node=view.node, walltime=view.walltime, extra=view.sbatch
-    )
-    return allocation_script(options)
+    lines = [[*components[0], *mine], *([*component, "--no-requeue"] for component in components[1:])]
+    return _TEMPLATES.get_template("allocation.sbatch.j2").render(
+        components=lines, comment=_MANAGES if command else _HOLDS,
+        command=shlex.join(command) if command else "sleep infinity",
+    )  # fmt: skip
 
 
 def _quoted(option: str) -> str:

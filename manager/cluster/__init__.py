@@ -12,6 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from rrl.spec.faults import Fault
 from rrl.spec.jobview import Resources
 from rrl.spec.words import NodeName
 
@@ -25,7 +26,7 @@ class Unanswered(Exception):
 
 
 class Ask(Struct, frozen=True):
-    """Nodes wanted: ``count`` whole nodes of one shape under one tag (form ``pool``)."""
+    """Nodes wanted: ``count`` of one shape under one tag."""
 
     tag: str
     count: int
@@ -35,6 +36,10 @@ class Ask(Struct, frozen=True):
     sbatch: dict[str, str] = {}
     """further sbatch options, name without dashes"""
     comment: str = ""
+    part: str = "pool"
+    """of the job's parts (:class:`rrl.spec.jobview.Part`), the one that these nodes are for"""
+    more: tuple[Ask, ...] = ()
+    """further components of the same heterogeneous job, each under a tag of its own; its first one is this ask"""
 
 
 class Step(Struct, frozen=True):
@@ -51,6 +56,10 @@ class Step(Struct, frozen=True):
     """only for agents: share the node's resources instead of taking some"""
     agent: bool = False
     """run the node agent (:mod:`rrl.roles.agent`) rather than the step launcher (:mod:`rrl.roles.step`)"""
+    container: tuple[str, ...] = ()
+    """further options of srun (pyxis)"""
+    python: str = ""
+    """runs the first process, in that container; empty: the cluster's own does"""
 
 
 class NodeState(StrEnum):
@@ -79,6 +88,8 @@ class AllocationSeen(Struct, frozen=True):
     nodes: tuple[NodeName, ...] = ()
     detail: str = ""
     """pending reason, end state"""
+    hopeless: str = ""
+    """while it pends: the reason why it never starts by itself, in the cluster's word; empty while it may"""
 
 
 class Observed(Struct, frozen=True):
@@ -113,6 +124,10 @@ class Cluster(Protocol):
 
     async def stop(self, tag: str, grace: float) -> None:
         """End a step: SIGTERM, ``grace`` s, SIGKILL. Stopping what is gone is done."""
+
+    async def harm(self, fault: Fault) -> str:
+        """Perform a fault that is about a node or the cluster itself, and end it after ``fault.seconds``; says what was
+        done. Refused where it is not ours to do: on Slurm anywhere but on a test cluster."""
 
     async def observe(self) -> Observed:
         """Nodes, allocations and steps of this run as the cluster tells them now. Raises nothing."""

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,8 @@ from rrl.manager.cluster import (
     Step,
     Unanswered,
 )  # fmt: skip
-from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.launch import LAUNCH_ENV, NOT_STARTED, read_launch
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import NodeName
@@ -63,7 +65,8 @@ class _Launched(Struct, frozen=True):
 
 
 def down_mark(run_dir: RunDir, node: NodeName) -> Path:
-    """While this file exists, the virtual node is down: seen as such, and nothing is launched there."""
+    """While this file exists, the virtual node is down: seen as such, and nothing is launched there. Empty: for good;
+    else it holds the wall clock (s) at which the node is back."""
     return run_dir.cluster / "down" / node
 
 
@@ -114,7 +117,7 @@ class LocalCluster:
             first = self._start(step)
         except OSError as error:
             record.unlink()
-            raise Refused(f"cannot start {self._python}: {error}") from error
+            raise Refused(f"{NOT_STARTED}cannot start {self._python}: {error.strerror}") from error
         if first is not None:
             self._write(record, msgspec.structs.replace(launched, pid=first.pid, started=first.started))
 
@@ -135,6 +138,23 @@ class LocalCluster:
         if alive:
             raise Unanswered(f"{tag}: pid {alive[0].pid} does not end on SIGKILL")
         self._forget(self._step_file(tag))
+
+    async def harm(self, fault: Fault) -> str:
+        """A crash only: virtual nodes share one network and one disk, and there is no slurmctld."""
+        if fault.kind is not FaultKind.CRASH:
+            raise Refused(f"the local cluster has no network, disk or slurmctld of a node's own for {fault.kind}")
+        node = NodeName(fault.target)
+        if node not in {name for allocation in self._allocations().values() for name in allocation.nodes}:
+            raise Refused(f"{node} is in no allocation of this run")
+        until = f"{time.time() + fault.seconds:.3f}" if fault.seconds else ""
+        try:
+            down_mark(self._run, node).write_text(until)  # first: nothing is launched there any more
+        except OSError as error:
+            raise Refused(str(error)) from error
+        ended, left = await asyncio.to_thread(sweep, lambda: self._on(node), SWEEP_WITHIN)
+        if left:
+            raise Unanswered(f"{node}: pid {left[0].pid} does not end on SIGKILL")
+        return f"{node} is down, {len(ended)} processes of it were killed"
 
     async def observe(self) -> Observed:
         try:
@@ -188,8 +208,8 @@ class LocalCluster:
 
     def _down(self) -> set[NodeName]:
         try:
-            return {NodeName(name) for name in os.listdir(self._run.cluster / "down")}
-        except OSError as error:
+            return {NodeName(mark.name) for mark in (self._run.cluster / "down").iterdir() if _holds(mark)}
+        except (OSError, ValueError) as error:
             raise Refused(str(error)) from error
 
     # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,6 +235,10 @@ class LocalCluster:
         os.close(fd)
         child.wait()
 
+    def _on(self, node: NodeName) -> list[Process]:
+        """Everything of the run that lives on a virtual node."""
+        return [process for process in processes(str(self._run.steps)) if _node_of(process.launch) == node]
+
     def _find(self, launched: _Launched) -> Process | None:
         """The living first process of a step."""
         if launched.pid:
@@ -222,6 +246,22 @@ class LocalCluster:
             return process if process is not None and process.started == launched.started else None
         return next((process for process in processes(str(self._run.steps))
                      if process.launch == launched.launch_file and process.module), None)  # fmt: skip
+
+
+def _holds(mark: Path) -> bool:
+    """A mark holds for good, or until the time in it; then it is removed."""
+    until = mark.read_text()
+    if until and time.time() >= float(until):
+        mark.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _node_of(launch_file: str) -> NodeName | None:
+    try:
+        return read_launch(Path(launch_file)).node
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _records(folder: Path, kind: type[_Record]) -> dict[str, _Record]:

@@ -1,19 +1,23 @@
-"""Slurm through its commands: one held allocation (form ``pool``), one step per member, everything found by its tag.
+"""Slurm through its commands: held allocations, one step per member, everything found by its tag.
+
+An allocation is a job, or a component of a heterogeneous one. Each component carries its own tag, has an id of its own
+and can be given back by itself once it runs; but the end of the first one is that of all.
 
 Measured on 22.05 (docs/architecture.md):
 
 - A pool held by a batch script ends, healthy nodes and all, when the node of that script was cut off and comes back;
-  one made by ``salloc --no-shell`` goes on. So salloc is used wherever InactiveLimit lets it live.
+  one made by ``salloc --no-shell`` goes on. So salloc holds nodes that are free, where InactiveLimit lets it live.
 - A step whose srun was killed stays listed, and keeps its resources, 2.3 s longer when it ends (slurmstepd tries to
   tell its srun): a replacement on the same node needs room for one more, or waits for so long.
 - Steps stay listed on nodes that Slurm has taken from their job: they are not counted.
+- ``salloc --no-shell A : B`` works as with one job: the loss of the first component's first node ends nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import re
 import time
 from collections.abc import Sequence
 
@@ -31,31 +35,41 @@ from rrl.manager.cluster import (
 )  # fmt: skip
 from rrl.manager.cluster import slurm_commands as commands
 from rrl.manager.cluster import slurm_text as text
-from rrl.manager.cluster.slurm_commands import Budget, Ended, SlurmLimits
+from rrl.manager.cluster.slurm_ask import request_options
+from rrl.manager.cluster.slurm_commands import MANAGER, Budget, Ended, SlurmLimits
+from rrl.manager.cluster.slurm_harm import harm
 from rrl.manager.cluster.slurm_srun import Sruns
-from rrl.slurm_templates.render import allocation_options, allocation_script
+from rrl.slurm_templates.render import allocation_script
+from rrl.spec.faults import Fault
 from rrl.spec.words import NodeName
 
 STOP_MARGIN = 2.0
 """s beyond the grace: a step that was told to stop kills its own group at the end of it and writes its exit record"""
-_QUEUED = ("Granted job allocation", "Pending job allocation")
-"""what salloc says once slurmctld has its job"""
+_WAITED = re.compile(r"Pending job allocation (\d+)")
+_NOT_NOW = "Unable to allocate resources: "
+"""what salloc says of a job that could not start at once; sbatch then says whether it ever can"""
 
 
 class SlurmCluster:
     """Allocations and steps whose tags start with ``<run_id>.``.
 
     ``python`` runs the first process of a step, ``prefix``: instead of ``python -P -m <module>`` (for tests).
-    ``hold``: ``salloc`` or ``sbatch`` instead of asking Slurm which of them is safe.
+    ``hold``: ``salloc`` or ``sbatch`` instead of asking Slurm which of them is safe. ``within``: tag of the allocation
+    that we run in ourselves, which need not be asked for.
     """
 
     def __init__(
         self, run_id: str, python: str, limits: SlurmLimits = SlurmLimits(), *, prefix: Sequence[str] | None = None,
-        hold: str | None = None,
+        hold: str | None = None, within: str = "",
     ) -> None:  # fmt: skip
         self._prefix = f"{run_id}."
         self._limits = limits
         self._hold = hold
+        self._within = within
+        self._given_back: set[str] = set()
+        """tags that we were told to give back"""
+        self._leaving = False
+        """we were told to give back the allocation that we run in: it ends with us"""
         self._budget = Budget(limits.reads_per_minute)
         self._sruns = Sruns(python, limits, prefix)
         self._jobs: dict[str, list[text.Job]] = {}
@@ -70,29 +84,69 @@ class SlurmCluster:
 
     # ── allocations ─────────────────────────────────────────────────────────────────────────────────────────────────
     async def request(self, ask: Ask) -> None:
-        """Hold nodes. Returns once Slurm has the job, which may be pending for long."""
+        """Hold nodes. Returns once Slurm has the job, which may be pending for long.
+
+        Nodes that are free are held by ``salloc --no-shell`` where that is safe, others are waited for by a batch
+        job."""
+        if ask.tag == self._within:
+            return
+        ask = self._beside(ask)
         try:
-            options = allocation_options(
-                tag=ask.tag, comment=f"{ask.comment} {ask.tag}".strip(), nodes=ask.count, node=ask.node,
-                walltime=ask.walltime, exclude=ask.exclude, extra=ask.sbatch,
-            )  # fmt: skip
+            components = [request_options(one) for one in (ask, *ask.more)]
         except ValueError as error:
             raise Refused(str(error)) from error
         if self._hold is None:
             self._hold = await self._probe()
         self._changes += 1
-        if self._hold == "salloc":
-            await self._salloc(options)
-        else:
-            await self._write(("sbatch", "--parsable"), allocation_script(options))
+        if self._hold == "sbatch" or not await self._salloc(components):
+            await self._write(("sbatch", "--parsable"), allocation_script(*components))
+
+    def _beside(self, ask: Ask) -> Ask:
+        """Not on nodes that we hold already: a node is in one allocation of ours, or its agents, roles and what becomes
+        of it could not be told apart. Slurm itself would put two small jobs on one node."""
+        running = [job for jobs in self._jobs.values() for job in jobs if job.state is AllocationState.RUNNING]
+        held = {node for job in running for node in job.nodes}
+        more = tuple(self._beside(one) for one in ask.more)
+        return msgspec.structs.replace(ask, exclude=tuple(sorted(held.union(ask.exclude))), more=more)
 
     async def release(self, tag: str) -> None:
-        await self._read_jobs()
-        ids = [job.id for job in self._jobs.get(tag, []) if job.state is not AllocationState.ENDED]
-        if ids:
-            await self._cancel(*ids)
+        """What has not begun goes with the whole of its heterogeneous job: Slurm gives no part of it back (measured),
+        nor would it start without. The first component waits for the others, as its end ends them: Refused while
+        one of them is not given back too, Unanswered if that takes longer than ``limits.write`` s."""
+        self._given_back.add(tag)
+        if tag == self._within:  # to cancel it now would end the manager before it has written down the run's end
+            self._leaving = True
+            self._changes += 1
+            return
+        deadline, pause = time.monotonic() + self._limits.write, 0.1
+        while True:
+            await self._read_jobs()
+            alive = [job for job in self._jobs.get(tag, []) if job.state is not AllocationState.ENDED]
+            others = self._ended_with(alive)
+            if not others:
+                break
+            if kept := [other for other in others if other not in self._given_back]:
+                raise Refused(f"{tag} is the first component of its job: {', '.join(kept)} would end with it")
+            if time.monotonic() + pause > deadline:
+                raise Unanswered(f"{', '.join(others)} would end with {tag}, and did not end before it")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 2.0)
+        if alive:
+            await self._cancel(*{job.leader if job.leader and self._pends(job) else job.id for job in alive})
         for job in self._jobs.get(tag, []):
             self._once_ours.difference_update(job.nodes)
+
+    def _ended_with(self, jobs: Sequence[text.Job]) -> list[str]:
+        """Tags of living allocations that would end if these jobs were cancelled."""
+        first = {job.leader for job in jobs if job.leader == job.id and not self._pends(job)}
+        return sorted(
+            tag for tag, those in self._jobs.items() for job in those
+            if job.leader in first and job.id != job.leader and job.state is not AllocationState.ENDED
+        )  # fmt: skip
+
+    @staticmethod
+    def _pends(job: text.Job) -> bool:
+        return job.state is AllocationState.PENDING
 
     async def _probe(self) -> str:
         ended = await self._read(("scontrol", "show", "config"))
@@ -101,33 +155,25 @@ class SlurmCluster:
         except text.Unreadable as error:
             raise Unanswered(str(error)) from error
 
-    async def _salloc(self, options: Sequence[str]) -> None:
-        """Queue the job, and leave it: a salloc that is killed -9 while it waits loses nothing, one that gets SIGTERM
-        (from a scancel of the manager's job) takes its job with it."""
-        argv = ("salloc", "--no-shell", *options)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE, env=commands.environment(os.environ), start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise Refused(f"salloc cannot be started: {error}") from error
-        said: list[str] = []
-        try:
-            async with asyncio.timeout(self._limits.write):
-                assert process.stderr is not None
-                async for line in process.stderr:
-                    said.append(line.decode(errors="replace"))
-                    if any(word in said[-1] for word in _QUEUED):
-                        return
-                await process.wait()
-        except TimeoutError:
-            raise Unanswered(f"salloc: no answer within {self._limits.write:g} s") from None
-        finally:
-            if process.returncode is None:
-                commands.end(process)
-                await process.wait()
-        raise commands.failure("salloc", Ended(process.returncode or 0, "", "".join(said)))
+    async def _salloc(self, components: Sequence[Sequence[str]]) -> bool:
+        """Hold nodes that are free now; False when they are not, and nothing is queued.
+
+        A salloc that waits cannot be left: slurmctld ends the job some seconds after its start when it does not reach
+        its salloc (measured: "Killing interactive JobId"), and a SIGTERM (from a scancel of the manager's job) to a
+        salloc that waits takes the job along. Once the nodes are granted it has ended by itself."""
+        first, *more = components
+        within = self._limits.at_once_het if more else self._limits.at_once
+        argv = ("salloc", "--no-shell", f"--immediate={within}", *first,
+                *(word for component in more for word in (":", *component)))  # fmt: skip
+        ended = await commands.execute(argv, within + self._limits.write)
+        if not ended.code:
+            return True
+        if waited := _WAITED.search(ended.err):  # it has taken its job from the queue, unless that was not answered
+            await self._cancel(waited[1])
+            return False
+        if _NOT_NOW in ended.err and not commands.unanswered(ended.err):
+            return False
+        raise commands.failure("salloc", ended)
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def launch(self, step: Step) -> None:
@@ -136,7 +182,7 @@ class SlurmCluster:
             raise Refused(f"{step.tag} is being launched already")
         job = await self._running_job(step.allocation)
         self._changes += 1
-        await self._sruns.start(job, step)
+        await self._sruns.start(job.target, step)
 
     async def joined(self, tag: str) -> None:
         await self._sruns.arrived(tag)
@@ -165,6 +211,9 @@ class SlurmCluster:
         return False
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def harm(self, fault: Fault) -> str:
+        return await harm(fault)
+
     async def observe(self) -> Observed:
         """As the Protocol says. At most three commands; nodes are those that our allocations have or had."""
         async with self._looking:
@@ -172,7 +221,7 @@ class SlurmCluster:
             if fresh:
                 return self._last
             if not self._budget.take(3):
-                return Observed(None, None, None, f"budget of {self._limits.reads_per_minute} reads a minute is spent")
+                return Observed(None, None, None, f"budget of {self._budget.per_minute:g} reads a minute is spent")
             self._changes_seen = self._changes
             self._last = await self._look()
             self._last_at = time.monotonic()
@@ -184,6 +233,9 @@ class SlurmCluster:
         except (Refused, Unanswered) as error:
             return Observed(None, None, None, str(error))
         allocations = {tag: self._allocation(jobs) for tag, jobs in self._jobs.items()}
+        if self._leaving and (own := allocations.get(self._within)):
+            ended = msgspec.structs.replace(own, state=AllocationState.ENDED, detail="ends with its manager")
+            allocations[self._within] = ended
         for seen in allocations.values():
             self._once_ours.update(seen.nodes)
         held = {job.id: job.nodes for jobs in self._jobs.values() for job in jobs}
@@ -220,7 +272,7 @@ class SlurmCluster:
         first, *others = sorted(jobs, key=lambda job: (order.index(job.state), int(job.id)))
         alive = [job.id for job in others if job.state is not AllocationState.ENDED]
         detail = first.detail + (f"; also job {', '.join(alive)}" if alive else "")
-        return AllocationSeen(first.state, first.id, first.nodes, detail)
+        return AllocationSeen(first.state, first.id, first.nodes, detail, first.hopeless)
 
     async def _read_jobs(self, budgeted: bool = False) -> None:
         ended = await self._read(("squeue", "--me", "-h", "-t", "all", "-o", text.JOBS_FORMAT), budgeted)
@@ -228,6 +280,7 @@ class SlurmCluster:
             jobs = text.read_jobs(ended.out)
         except text.Unreadable as error:
             raise Unanswered(f"squeue: {error}") from error
+        self._budget.share(len(text.managed_runs(jobs)))
         self._jobs = {}
         for job in jobs:
             if tag := self._tag(job):
@@ -235,11 +288,11 @@ class SlurmCluster:
 
     def _tag(self, job: text.Job) -> str | None:
         """The tag of an allocation of this run: the last word of its comment, or the name where a site has changed the
-        comment. The manager's own job has a comment of ours that ends otherwise."""
+        comment. The manager's own jobs are none."""
+        own = job.name == f"{self._prefix}{MANAGER}"
         last = job.comment.rpartition(" ")[2]
-        if last.startswith(self._prefix):
-            return last
-        return job.name if job.name.startswith(self._prefix) and not job.comment.startswith("rrl ") else None
+        tag = last if last.startswith(self._prefix) else "" if job.comment.startswith("rrl ") else job.name
+        return tag if tag.startswith(self._prefix) and not own else None
 
     async def _read_steps(self, budgeted: bool = False) -> list[text.StepLine]:
         ended = await self._read(("squeue", "--me", "-h", "-s", "-o", text.STEPS_FORMAT), budgeted)
@@ -251,12 +304,12 @@ class SlurmCluster:
     async def _find_step(self, tag: str) -> text.StepLine | None:
         return next((line for line in await self._read_steps() if line.name == tag), None)
 
-    async def _running_job(self, tag: str) -> str:
-        """The id of an allocation's job, as last seen; looked up if it was not seen running."""
+    async def _running_job(self, tag: str) -> text.Job:
+        """An allocation's job, as last seen; looked up if it was not seen running."""
         for attempt in range(2):
             for job in self._jobs.get(tag, []):
                 if job.state is AllocationState.RUNNING:
-                    return job.id
+                    return job
             if attempt == 0:
                 await self._read_jobs()
         raise Refused(f"allocation {tag} is not running")

@@ -19,6 +19,8 @@ from msgspec import Struct
 
 from rrl.manager.cluster import Refused, Unanswered
 
+MANAGER = "manager"
+"""``<run>.manager`` is the name of the jobs that run the managers of a run, one at a time"""
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
 """Prefixes of what Slurm sets inside a job, and of what changes its commands' defaults and formats."""
 
@@ -57,8 +59,14 @@ class SlurmLimits(Struct, frozen=True):
     """for squeue and scontrol show; Slurm's own MessageTimeout is 10 s by default"""
     write: float = 30.0
     """for sbatch, salloc and scancel: killing one early leaves an open question"""
+    at_once: int = 10
+    """salloc waits so long for nodes that are free; by default Slurm's scheduler runs 2 s after a submission"""
+    at_once_het: int = 45
+    """for several components: only the backfill scheduler starts those, every 30 s by default (slurm.conf(5))"""
     launch: float = 2.0
     """so long a fresh srun is watched for a refusal; a step that starts is seen before (median 0.04 s in the lab)"""
+    begin: float = 0.25
+    """once slurmstepd has opened a step's output, so long it is watched for an interpreter that is not there"""
     carry: float = 1.0
     """an srun lives on for so long after its step has joined, until slurmstepd surely needs it no more"""
     queue: float = 60.0
@@ -66,17 +74,32 @@ class SlurmLimits(Struct, frozen=True):
     interval: float = 1.0
     """a look asked for sooner than this gets the answer of the one before, unless we changed something since"""
     reads_per_minute: int = 60
-    """commands, of which a look takes three; above it the answer is: unknown"""
+    """commands of all managers of a user, of which a look takes three; above its share of them, a manager's answer is:
+    unknown"""
 
 
 class Budget:
-    """A bucket of reads that refills steadily. What must be read to carry out an action is taken on credit."""
+    """A bucket of reads that refills steadily. What must be read to carry out an action is taken on credit.
+
+    The managers of a user share ``per_minute`` by their number, which each reads off the queue that it looks at anyhow:
+    no file to agree on between hosts, and a manager that died holds nothing.
+    """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size = float(per_minute)
+        self._whole = self._size = float(per_minute)
         self._left = self._size
         self._clock = clock
         self._at = clock()
+
+    @property
+    def per_minute(self) -> float:
+        """This manager's share."""
+        return self._size
+
+    def share(self, managers: int) -> None:
+        """So many managers of this user live, this one included."""
+        self._size = self._whole / max(1, managers)
+        self._left = min(self._left, self._size)
 
     def take(self, count: int, credit: bool = False) -> bool:
         """Whether ``count`` reads may be made now; they are counted if so."""
@@ -98,9 +121,14 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def failure(command: str, ended: Ended) -> Refused | Unanswered:
     """What a command that ended with an error means."""
     text = " / ".join(line for line in ended.err.splitlines() if line.strip()) or f"exit code {ended.code}"
-    if _REFUSED.search(ended.err) and not _UNANSWERED.search(ended.err):
+    if _REFUSED.search(ended.err) and not unanswered(ended.err):
         return Refused(f"{command}: {text}")
     return Unanswered(f"{command}: {text}")
+
+
+def unanswered(text: str) -> bool:
+    """A command says that it had no answer, whatever else it says."""
+    return _UNANSWERED.search(text) is not None
 
 
 async def execute(argv: tuple[str, ...], within: float, given: str = "") -> Ended:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rrl.manager.cluster import Refused, Step
+from rrl.manager.cluster import Refused, Step, Unanswered
 from rrl.manager.cluster.slurm_commands import Ended, SlurmLimits, end, environment, failure
+from rrl.spec.last_words import absent, last_lines, last_lines_of
+from rrl.spec.launch import ENDED_AT_ONCE, NOT_STARTED
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE
 from rrl.spec.units import slurm_mem
 
@@ -43,23 +45,24 @@ class Sruns:
         """An srun still carries this tag's launch."""
         return tag in self._carrying
 
-    def command(self, job: str, step: Step) -> tuple[str, ...]:
-        """The srun of a step. Roles take their share of the node (``--exact``); only an agent overlaps."""
+    def command(self, job: Sequence[str], step: Step) -> tuple[str, ...]:
+        """The srun of a step; ``job`` are the options that name its job. Roles take their share of the node
+        (``--exact``); only an agent overlaps. The limits (memlock, nofile) are the node's own, not the manager's."""
         prefix = self._prefix
         if prefix is None:  # -P: no module of the working directory may stand in for ours
-            prefix = (self._python, "-P", "-m", AGENT_MODULE if step.agent else STEP_MODULE)
+            prefix = (step.python or self._python, "-P", "-m", AGENT_MODULE if step.agent else STEP_MODULE)
         output = str(step.log_file).replace("%", "%%")
         return (
-            "srun", f"--jobid={job}", f"--job-name={step.tag}", "--nodes=1", "--ntasks=1", f"--nodelist={step.node}",
+            "srun", *job, f"--job-name={step.tag}", "--nodes=1", "--ntasks=1", f"--nodelist={step.node}",
             "--exact", *(("--overlap",) if step.overlap else ()), f"--cpus-per-task={step.each.cpus}",
             f"--mem={slurm_mem(step.each.mem) if step.each.mem else 0}",  # 0: of the job's, without counting
             f"--gres={f'gpu:{step.each.gpus}' if step.each.gpus else 'none'}",
             "--mpi=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", f"--immediate={int(self._limits.queue)}",
-            "--export=NONE", "--input=none", f"--output={output}.%t", f"--chdir={step.launch_file.parent}",
-            "--quiet", *prefix, str(step.launch_file),
+            "--export=NONE", "--propagate=NONE", "--input=none", f"--output={output}.%t",
+            f"--chdir={step.launch_file.parent}", "--quiet", *step.container, *prefix, str(step.launch_file),
         )  # fmt: skip
 
-    async def start(self, job: str, step: Step) -> None:
+    async def start(self, job: Sequence[str], step: Step) -> None:
         """Start srun and watch it until the step runs, it refuses, or ``limits.launch`` s are over."""
         said = step.log_file.with_name(f"{step.log_file.name}.srun")
         try:
@@ -82,15 +85,17 @@ class Sruns:
         await self._handed_over(step, srun)
 
     async def _handed_over(self, step: Step, srun: _Srun) -> None:
-        """Wait for the first sign: the step's output file, its own word (:meth:`arrived`), or the end of srun."""
+        """Wait for the first sign: the step's own word (:meth:`arrived`), the end of srun, or its output file, and then
+        a moment longer: an interpreter that is absent on the node is told there at once."""
         output = step.log_file.with_name(f"{step.log_file.name}.0")
-        deadline = time.monotonic() + self._limits.launch
-        while time.monotonic() < deadline and not srun.joined.is_set() and not output.exists():
-            code = srun.process.returncode
-            if code == 0 or (code is not None and output.exists()):
+        deadline, opened = time.monotonic() + self._limits.launch, False
+        while time.monotonic() < deadline and not srun.joined.is_set():
+            if not opened and output.exists():
+                deadline, opened = time.monotonic() + self._limits.begin, True
+            if code := srun.process.returncode:
+                raise _refusal(code, srun, output)
+            if code == 0:
                 return
-            if code is not None:
-                raise failure("srun", Ended(code, "", _tail(srun.said)))
             await asyncio.sleep(0.01)
 
     async def _watch(self, tag: str, srun: _Srun) -> None:
@@ -125,6 +130,16 @@ class Sruns:
         """Kill all; their steps go on."""
         await asyncio.gather(*(self.kill(tag) for tag in list(self._carrying)))
         await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+def _refusal(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
+    """What an srun that ended so early means: its own word, or that of the step's first process."""
+    said, words = _tail(srun.said), last_lines_of(output)
+    if absent(words):
+        return Refused(f"{NOT_STARTED}{words}")
+    if output.exists() and "Exited with exit code" in said:
+        return Refused(f"{ENDED_AT_ONCE}: {words or last_lines(said)}")
+    return failure("srun", Ended(code, "", said))
 
 
 def _tail(path: Path) -> str:

@@ -7,16 +7,18 @@ harm. What cannot be understood raises :class:`Unreadable`: unknown, which is ne
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 from msgspec import Struct
 
 from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
+from rrl.manager.cluster.slurm_commands import MANAGER
 from rrl.spec.words import NodeName
 
 _RS, _US = "\x1e", "\x1f"
-JOBS_FORMAT = _RS + _US.join(("%i", "%T", "%N", "%j", "%r", "%k"))
-"""for ``squeue -h -o``: id, state, nodes, name, reason, comment"""
+JOBS_FORMAT = _RS + _US.join(("%A", "%i", "%T", "%N", "%j", "%r", "%k"))
+"""for ``squeue -h -o``: id, id as shown (``12+1``: component 1 of 12), state, nodes, name, reason, comment"""
 STEPS_FORMAT = _RS + _US.join(("%i", "%N", "%j"))
 """for ``squeue -h -s -o``: id, nodes, name"""
 
@@ -35,17 +37,46 @@ _UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", 
 """Base states and flags of a node (sinfo(1), scontrol(1)), worst first. A pending reboot takes no new work."""
 
 
+_NEVER_CLEARS = re.compile(
+    "|".join((
+        "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
+        "JobHeldAdmin", "JobHeldUser", "JobHoldMaxRequeue", "MaxMemPerLimit", "PartitionNodeLimit",
+        "PartitionTimeLimit", "QOSNotAllowed", "ReservationDeleted", "launch failed requeued held",
+        r"(Assoc|QOS)Max\w*Per(Job|Node)\w*",  # the job itself is larger than it may be
+        r"QOSMin\w+",  # or smaller
+        r"(Assoc|QOS)Grp\w*(?<!Run)Minutes(Limit)?|(Assoc|QOS)GrpWallLimit",  # a budget is used up
+        r"Job's (account|QOS) not (known|permitted).*",
+    ))
+)  # fmt: skip
+"""Reasons for which a job pends until somebody changes the job, an association or a QOS (squeue(1), JOB REASON CODES;
+the names are those in libslurm 22.05.8). All others may clear: Resources and Priority, limits on what runs at a time
+(AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit ...), since somebody's job may end, nodes that are down or
+drained (ReqNodeNotAvail; measured: PartitionNodeLimit is not said of those), partitions that are down or inactive."""
+
+
 class Unreadable(Exception):
     """Slurm printed something that we do not understand."""
 
 
 class Job(Struct, frozen=True):
     id: str
+    """its own, for a component of a heterogeneous job too: its steps are listed under it"""
     state: AllocationState
     nodes: tuple[NodeName, ...]
     name: str
     detail: str
     comment: str
+    hopeless: str = ""
+    """the reason why it pends and never starts by itself"""
+    leader: str = ""
+    """of a component: the id of the heterogeneous job, which is that of its first component"""
+    offset: int = 0
+    """of a component: its number, from 0"""
+
+    @property
+    def target(self) -> tuple[str, ...]:
+        """What srun needs to start a step in it. A component's own id is refused (measured)."""
+        return (f"--jobid={self.leader}", f"--het-group={self.offset}") if self.leader else (f"--jobid={self.id}",)
 
 
 class StepLine(Struct, frozen=True):
@@ -62,16 +93,37 @@ class StepLine(Struct, frozen=True):
 def read_jobs(text: str) -> list[Job]:
     """From ``squeue -h -t all -o`` :data:`JOBS_FORMAT`. ``detail``: Slurm's state, and the reason if it gives one."""
     jobs = []
-    for number, state, nodes, name, reason, comment in _records(text, 6):
-        detail = state if reason in ("None", "") else f"{state}: {reason}"
+    for number, shown, word, nodes, name, reason, comment in records(text, 7):
+        state = _allocation_state(word)
+        detail = word if reason in ("None", "") else f"{word}: {reason}"
         comment = "" if comment == "(null)" else comment
-        jobs.append(Job(number, _allocation_state(state), _expand(nodes), name, detail, comment))
+        never = reason if state is AllocationState.PENDING and never_clears(reason) else ""
+        leader, plus, offset = shown.partition("+")
+        component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
+        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, *component))
     return jobs
+
+
+def never_clears(reason: str) -> bool:
+    """A job that pends for this reason does so until somebody changes something."""
+    return _NEVER_CLEARS.fullmatch(reason) is not None
+
+
+def managed_runs(jobs: Iterable[Job]) -> set[str]:
+    """Runs that a manager looks after, by the jobs of their user: all that have one in the queue, wherever the manager
+    itself is, but for those whose first manager still waits there. Their names are in the comments."""
+    runs = set()
+    for job in jobs:
+        words = job.comment.split()
+        waiting = words[-1:] == [MANAGER] and job.state is AllocationState.PENDING
+        if len(words) > 1 and words[0] == "rrl" and job.state is not AllocationState.ENDED and not waiting:
+            runs.add(words[1])
+    return runs
 
 
 def read_steps(text: str) -> list[StepLine]:
     """From ``squeue -h -s -o`` :data:`STEPS_FORMAT`: numbered steps, not batch, extern, interactive or pending ones."""
-    lines = [StepLine(number, _expand(nodes), name) for number, nodes, name in _records(text, 3)]
+    lines = [StepLine(number, _expand(nodes), name) for number, nodes, name in records(text, 3)]
     return [line for line in lines if re.fullmatch(r"\d+\.\d+", line.id)]
 
 
@@ -125,7 +177,13 @@ def _allocation_state(word: str) -> AllocationState:
     raise Unreadable(f"{word!r} is no state of a job")
 
 
-def _records(text: str, fields: int) -> list[list[str]]:
+def fields(*names: str) -> str:
+    """The format for ``-o`` that :func:`records` reads."""
+    return _RS + _US.join(names)
+
+
+def records(text: str, fields: int) -> list[list[str]]:
+    """Raises Unreadable when it is not records of so many fields."""
     head, *records = text.split(_RS)
     if head.strip():
         raise Unreadable(f"unexpected output: {head.strip()[:80]!r}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.slurm_templates.render import allocation_options, allocation_script, render_allocation
-from rrl.spec.jobview import JobView, Resources
+from rrl.slurm_templates.render import allocation_options, allocation_script
+from rrl.spec.jobview import Resources
 from rrl.tests.lab.slurm import SlurmLab
 
 NODE = Resources(cpus=4, gpus=2, mem=2 * 2**30)
@@ -48,12 +48,52 @@ def test_an_allocation_is_these_lines_and_one_exec() -> None:
     assert allocation_script(made) == GOLDEN
 
 
-def test_what_check_shows_is_what_the_pool_of_the_job_would_be() -> None:
-    view = JobView(name="j", steps=1, cluster="slurm", roles=(), nodes=3, spares=1, node=NODE, sbatch={"account": "a"})
-    text = render_allocation("j-<time>.pool", view)
-    assert '#SBATCH --job-name="j-<time>.pool"\n' in text
-    assert "#SBATCH --nodes=3\n" in text
-    assert "#SBATCH --account=a\n" in text
+HETJOB = """\
+#!/bin/sh
+#SBATCH --job-name=run.rollout
+#SBATCH --comment="rrl run run.rollout"
+#SBATCH --nodes=6
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --mem=2048M
+#SBATCH --gres=gpu:2
+#SBATCH --time=0-01:00:00
+#SBATCH --no-kill
+#SBATCH --partition=spot
+#SBATCH --no-requeue
+#SBATCH --chdir=/
+#SBATCH --output=/dev/null
+#SBATCH hetjob
+#SBATCH --job-name=run.trainer
+#SBATCH --comment="rrl run run.trainer"
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --time=0-01:00:00
+#SBATCH --no-kill
+#SBATCH --no-requeue
+# This script only holds the nodes. The manager, outside of this job, starts every step in it.
+# Where Slurm's InactiveLimit is 0, `salloc --no-shell` holds them instead, with the options above.
+exec sleep infinity
+"""
+
+
+def component(name: str, nodes: int, node: Resources, **extra: str) -> tuple[str, ...]:
+    return allocation_options(
+        tag=f"run.{name}", comment=f"rrl run run.{name}", nodes=nodes, node=node, walltime=3600, extra=extra
+    )
+
+
+def test_a_heterogeneous_job_has_its_components_one_after_another_each_with_its_own_name() -> None:
+    components = component("rollout", 6, NODE, partition="spot"), component("trainer", 2, Resources(cpus=16))
+    assert allocation_script(*components) == HETJOB
+
+
+def test_where_the_manager_lives_in_the_pool_its_script_ends_with_the_manager() -> None:
+    text = allocation_script(options(output="/runs/a b/pool.log"), command=("python", "-m", "x", "/runs/a b"))
+    assert text.endswith("\n# The manager runs on the first of these nodes, and starts every step in this job.\n"
+                         "exec python -m x '/runs/a b'\n")  # fmt: skip
+    assert '#SBATCH --output="/runs/a b/pool.log"\n' in text
 
 
 @pytest.mark.parametrize("name", ["job-name", "nodes", "no-kill", "requeue", "array", "wrap", "mem", "time"])
@@ -81,6 +121,21 @@ def test_output_given_by_the_user_replaces_the_default() -> None:
 
 
 @pytest.mark.slurm
+def test_real_sbatch_would_take_each_form_from_a_plain_user(slurm_lab: SlurmLab) -> None:
+    small = Resources(cpus=1, gpus=1, mem=2**28)
+    forms = {
+        "pool": allocation_script(component("pool", 3, small)),
+        "replica": allocation_script(component("rollout-0", 1, small, partition="main")),
+        "hetjob": allocation_script(component("rollout", 2, small), component("trainer", 2, Resources(cpus=2))),
+    }
+    for form, text in forms.items():
+        script = slurm_lab.home / f"{form}.sh"
+        script.write_text(text)
+        script.chmod(0o644)
+        assert "to start at" in slurm_lab.run_as_user(["sbatch", "--test-only", str(script)]).stderr
+
+
+@pytest.mark.slurm
 def test_real_sbatch_reads_every_line_as_it_was_meant(slurm_lab: SlurmLab) -> None:
     comment = r"""a "b" \ # $HOME 'c' | é"""
     made = allocation_options(
@@ -97,5 +152,6 @@ def test_real_sbatch_reads_every_line_as_it_was_meant(slurm_lab: SlurmLab) -> No
     held = slurm_lab.slurm("squeue", "-h", "-j", job, "-o", "%j|%l|%x|%D|%c|%m|%k")
     slurm_lab.clear()
     assert held == f"run.pool|2:00|n1|2|3|1G|{comment}\n"
-    for words in ("Requeue=0", "TresPerNode=gres:gpu:1", "StdOut=/dev/null", "WorkDir=/ "):
+    shown = shown.replace("gres:gpu", "gres/gpu")  # as 24.11 and later write it
+    for words in ("Requeue=0", "TresPerNode=gres/gpu:1", "StdOut=/dev/null", "WorkDir=/ "):
         assert words in shown

@@ -1,0 +1,51 @@
+"""The most jobs and steps that a run can have, and make within an hour. Pure, from the job spec alone."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+from rrl.spec.jobview import JobView, Part
+
+HOUR = 3600.0
+
+
+class WorstCase(Struct, frozen=True):
+    """Components of a heterogeneous job count as jobs, as they do for Slurm's limits."""
+
+    jobs_to_start: int
+    """with fewer the run does not start"""
+    jobs: int
+    """at once: the manager and its successor, every allocation, and a replacement or successor of each"""
+    jobs_per_hour: int
+    steps: int
+    """at once: a step for each replica, and an agent on each node"""
+    steps_per_hour: int
+
+
+def worst_case(view: JobView, foreground: bool = False) -> WorstCase:
+    """``foreground``: the manager is no Slurm job."""
+    managers = 0 if foreground or view.manager.where == "pool" else 2
+    allocations = sum(_jobs(part) for part in view.parts)
+    start = sum(part.needed if part.separate else 1 for part in view.parts) + min(managers, 1)
+    windows = HOUR / view.recovery.window
+    lost = math.ceil(windows * max(1, int(view.recovery.breaker * view.nodes)))  # nodes that the breaker lets condemn
+    replicas = sum(role.replicas for role in view.roles)
+    restarts = math.ceil(windows * view.recovery.per_replica)
+    return WorstCase(
+        jobs_to_start=start,
+        jobs=managers + allocations + view.nodes,
+        jobs_per_hour=managers + allocations + lost + sum(_rotations(part, view) for part in view.parts),
+        steps=replicas + view.nodes,
+        steps_per_hour=(replicas + view.nodes) * (1 + restarts),
+    )
+
+
+def _jobs(part: Part) -> int:
+    return part.nodes if part.separate else 1
+
+
+def _rotations(part: Part, view: JobView) -> int:
+    """Requests within an hour because allocations end before the run does."""
+    return math.ceil(HOUR / part.walltime) * _jobs(part) if part.walltime < view.walltime else 0
