@@ -12,18 +12,29 @@ It is imported lazily (PEP 562), so that the command line pays nothing for it.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rrl.roles.tensors import pack as pack
+    from rrl.roles.tensors import unpack as unpack
+    from rrl.roles.trajectories.types import Batch as Batch
+    from rrl.roles.trajectories.types import Segment as Segment
     from rrl.roles.worker import Worker as Worker
     from rrl.roles.worker import join as join
 
-__all__ = ["Worker", "join"]
+_HOMES = {
+    "join": "rrl.roles.worker",
+    "Worker": "rrl.roles.worker",
+    "Batch": "rrl.roles.trajectories.types",
+    "Segment": "rrl.roles.trajectories.types",
+    "pack": "rrl.roles.tensors",
+    "unpack": "rrl.roles.tensors",
+}
+__all__ = ["Batch", "Segment", "Worker", "join", "pack", "unpack"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from rrl.roles import worker
-
-        return getattr(worker, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'rrl' has no attribute {name!r}")

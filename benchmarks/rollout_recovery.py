@@ -48,12 +48,13 @@ def main() -> None:
 
 def _job() -> str:
     """The quickstart with a fault plan of its own: rollouts in turn."""
-    toml = QUICKSTART.read_text().partition("[[faults]]")[0]
+    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
     steps = (KILLS + 2) * APART
     toml = toml.replace("steps = 300", f"steps = {steps}")
     assert f"steps = {steps}" in toml, "the quickstart's number of steps is not where this program expects it"
     faults = [
-        f'[[faults]]\nkind = "kill"\ntarget = "rollout/{i % 2}"\nat_step = {APART * (i + 1)}\n' for i in range(KILLS)
+        f'[[faults.planned]]\nkind = "kill"\ntarget = "rollout/{i % 2}"\nat = "step={APART * (i + 1)}"\n'
+        for i in range(KILLS)
     ]
     return toml + "\n".join(faults)
 

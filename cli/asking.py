@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,20 @@ def all_runs() -> list[RunDir]:
 def find_run(name: str | None) -> RunDir:
     """The run of that id, of that unambiguous beginning of an id, or in that folder; without a name the newest one.
 
-    Raises BadInput that names the candidates."""
+    Raises BadInput that names the candidates, Failed when it is a run that this user cannot read."""
+    run = _meant(name)
+    if not os.access(run.journal, os.R_OK | os.X_OK):
+        raise Failed(_not_yours(run))
+    return run
+
+
+def _meant(name: str | None) -> RunDir:
     if name is not None and "/" in name:
         run = RunDir(Path(name).expanduser().absolute())
         if not _is_run(run):
             raise BadInput(f"{name}: no run directory of rrl")
         return run
-    if name is not None and _is_run(exact := RunDir(runs_root() / name)):
+    if name is not None and name.strip(".") and _is_run(exact := RunDir(runs_root() / name)):
         return exact
     runs = all_runs()
     if not runs:
@@ -71,12 +79,19 @@ class Reader:
         self._run = run
         self._follower = Follower(run)
 
+    @property
+    def torn(self) -> int:
+        """Bytes behind the journal's last whole record."""
+        return self._follower.torn
+
     def state(self) -> State | None:
         """Raises Failed when the journal cannot be read."""
         try:
             return self._follower.state()
         except JournalError as error:
             raise Failed(str(error)) from None
+        except PermissionError:
+            raise Failed(_not_yours(self._run)) from None
         except OSError as error:
             raise Failed(f"{self._run.journal}: {error.strerror}") from None
 
@@ -97,8 +112,50 @@ def summary_of(run: RunDir) -> dict[str, Any] | None:
         return None
 
 
+def check_whole(run: RunDir) -> None:
+    """Raises Failed where a manager of ``run`` could not begin: what it needs is missing, damaged or not ours."""
+    from rrl.transport.keys import RunKeys
+
+    for path, kind in ((run.view, JobView), (run.resolved, dict[str, Any])):
+        try:
+            msgspec.json.decode(path.read_bytes(), type=kind)
+        except PermissionError:
+            raise Failed(_not_yours(run)) from None
+        except OSError as error:
+            raise Failed(f"{path}: {error.strerror}; without it the run cannot be managed") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Failed(f"{path} is damaged: {error}; without it the run cannot be managed") from None
+    try:
+        RunKeys.load(run.keys)
+    except OSError as error:
+        raise Failed(f"{run.keys}: {error.strerror}" if error.strerror else str(error)) from None
+    if not os.access(run.journal, os.W_OK | os.X_OK) or not os.access(run.epochs, os.W_OK | os.X_OK):
+        raise Failed(_not_yours(run))
+
+
 def _is_run(run: RunDir) -> bool:
-    return run.journal.is_dir()
+    """Somebody else's, which cannot be looked into, is one too as far as anybody can tell."""
+    try:
+        return run.journal.is_dir()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def _not_yours(run: RunDir) -> str:
+    """Why this user can do nothing with the run, in one line."""
+    try:
+        uid = run.path.stat().st_uid
+    except OSError as error:
+        return f"{run.path}: {error.strerror}"
+    try:
+        owner = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        owner = str(uid)
+    if uid == os.geteuid():
+        return f"{run.path} is yours, but you may not read and write all of it: chmod -R u+rwX {run.path}"
+    return f"{run.id} is a run of {owner}, and only {owner} can look at it or change it"
 
 
 def _submitted(run: RunDir) -> float:

@@ -94,21 +94,41 @@ def logs(
     run: NamedRun,
     whose: Annotated[
         str | None,
-        typer.Argument(metavar="ROLE[/REPLICA]", help="Whose logs: rollout, rollout/0, agent, manager.",
-                       show_default=False),
+        typer.Argument(metavar="ROLE[/REPLICA[#LIFE]]", show_default=False,
+                       help="Whose logs: rollout, rollout/0, rollout/0#2, agent, manager."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Newest lines of each log.")] = 20,
+    lines: Annotated[
+        int | None,
+        typer.Option("--lines", "-n", min=0, show_default=False,
+                     help="Newest lines of each log. Default: 20; with --since or --grep all."),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help='From there on: "10m" ago, or "2026-11-20T09:00".', show_default=False),
+    ] = None,
+    grep: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Lines in which it is found.", show_default=False)
+    ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Each failure: what was found, and the last lines before it.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead, one object a line, for programs.")] = False,
 ) -> None:  # fmt: skip
-    """Show what a run's processes wrote.
+    """Show what a run's processes wrote, merged by time.
 
     \b
-    rrl logs quick                  the end of every log
-    rrl logs quick rollout/0 -f     all lives of one replica, and those to come
+    rrl logs quick                         the end of every log
+    rrl logs quick rollout/0 -f            all lives of one replica, and those to come
+    rrl logs quick rollout/0#2             one life
+    rrl logs quick --failed                why did something fail?
+    rrl logs quick --since 10m --grep OOM  who ran out of memory lately?
     """
     from rrl.cli import logs as command
 
-    raise typer.Exit(command.logs(run, whose, follow=follow, lines=lines))
+    raise typer.Exit(
+        command.logs(run, whose, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json)
+    )
 
 
 @app.command(short_help="End a run and give everything back.")
@@ -120,6 +140,44 @@ def cancel(
     from rrl.cli import cancel as command
 
     raise typer.Exit(command.cancel(run, wait=wait))
+
+
+@app.command(short_help="Have a fault happen to a run.")
+def inject(
+    run: NamedRun,
+    fault: Annotated[
+        str, typer.Argument(metavar="FAULT", show_default=False, help="kill, freeze, slow, exit, ... (docs/faults.md).")
+    ],
+    target: Annotated[
+        str,
+        typer.Option(metavar="ROLE/REPLICA|NODE", show_default=False,
+                     help="Also a role (one replica is drawn), agent/NODE or manager. Default: any replica."),
+    ] = "",
+    at: Annotated[
+        str | None,
+        typer.Option(metavar="MOMENT", help="step=5, time=90s or phase=train. Default: at once.", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="How long it lasts. Default: for good.",
+                                 show_default=False)
+    ] = None,
+    amount: Annotated[
+        float, typer.Option(show_default=False, help="slow: share of time left; exit: its code; delay: ms.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of what is drawn.", show_default=False)] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is performed; exit code 0 if it was.")] = False,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Have a fault happen to a run whose job spec allows it ([faults] allow = true).
+
+    \b
+    rrl inject quick kill --target rollout/0                at once
+    rrl inject quick freeze --target trainer/0 --for 10s    stopped, and continued after that
+    rrl inject quick crash --target rollout/1 --at step=20  the node that it is on
+    """
+    from rrl.cli import inject as command
+
+    raise typer.Exit(command.inject(run, fault, target, at, seconds, amount, seed, wait=wait, json=json))
 
 
 @app.command("list")
@@ -136,6 +194,50 @@ def check(job: JobFile, json: Json = False) -> None:
     from rrl.cli import check as command
 
     raise typer.Exit(command.check(job, json=json))
+
+
+_LIKE_SBATCH = "As for sbatch; default: Slurm's own."
+Partition = Annotated[str, typer.Option("--partition", "-p", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
+Account = Annotated[str, typer.Option("--account", "-A", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
+Qos = Annotated[str, typer.Option("--qos", "-q", metavar="NAME", help=_LIKE_SBATCH, show_default=False)]
+Consent = Annotated[
+    bool | None, typer.Option("--yes/--no", help="Run a job of 10 s that looks at a node, or do not; default: ask.")
+]
+
+
+@app.command(short_help="Find out what works here, and how to fix what does not.")
+def doctor(
+    partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None, json: Json = False
+) -> None:
+    """Find out what works here, and how to fix what does not. Changes nothing; exit code 1 if something fails.
+
+    \b
+    rrl doctor             this machine, the folder of runs, Slurm
+    rrl doctor --yes       a compute node too, by a job of 10 s
+    rrl doctor -p gpu      with the partition that your jobs go to
+    """
+    from rrl.cli.doctor import command
+    from rrl.cli.doctor.facts import Wanted
+
+    raise typer.Exit(command.doctor(Wanted(partition, account, qos), consent=yes, json=json))
+
+
+@app.command(short_help="Write a commented job.toml that fits this place.")
+def init(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write it.")] = Path("job.toml"),
+    force: Annotated[bool, typer.Option(help="Replace a file that is there.")] = False,
+    partition: Partition = "", account: Account = "", qos: Qos = "", yes: Consent = None,
+) -> None:  # fmt: skip
+    """Write a commented job.toml that fits what rrl doctor finds here: the quickstart's task, on Slurm if it is there.
+
+    \b
+    rrl init                           job.toml in this folder
+    rrl init -p gpu --out big.toml     for a partition of your choice
+    """
+    from rrl.cli import init as command
+    from rrl.cli.doctor.facts import Wanted
+
+    raise typer.Exit(command.init(out, Wanted(partition, account, qos), force=force, consent=yes))
 
 
 @app.command(hidden=True)

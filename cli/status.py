@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 
 from rich.console import Group, RenderableType
 
-from rrl.cli.asking import Failed, find_run, job_of, read, summary_of
+from rrl.cli.asking import Failed, Reader, find_run, job_of, summary_of
 from rrl.cli.screen import console, print_json, show
 from rrl.cli.views.status import status_view
 from rrl.cli.views.summary import recoveries_view
@@ -23,7 +24,11 @@ def status(name: str | None, *, live: bool, json: bool) -> int:
 
         follow(run, keys=True)
         return 0
-    state = read(run)
+    reader = Reader(run)
+    state = reader.state()
+    if reader.torn and manager_gone(run):  # else it is only being written
+        told = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
+        print(f"rrl: {told}: nobody was told of it", file=sys.stderr)
     if json:
         print_json(state if state is not None else {"run": run.id, "outcome": None, "why": waiting(run)})
     elif state is None:

@@ -35,8 +35,9 @@ _INTRODUCTION = """\
 Made from `spec/job.py` by `.venv/bin/python -m rrl.docs.make_reference`; do not edit.
 
 `rrl check job.toml` validates a file, prints it with every default filled in, and shows what would be submitted.
-An unknown key is an error that names the file, the line, and the nearest valid key. A job needs `[run]`,
-`[model.tokenizer]` and `[task]`; everything else has a default. `examples/quickstart.toml` is a whole one.
+An unknown key is an error that names the file, the line, and the nearest valid key. A job needs `[run]`, and either
+`[task]` with `[model.tokenizer]` or roles of your own (`[commands.NAME]`); everything else has a default.
+`examples/quickstart.toml` is a whole one.
 
 - **duration**: text with its unit, `"500ms"`, `"90s"`, `"15min"`, `"2h"`, `"1d"`, or Slurm's `"1-12:00:00"`
 - **size**: text with its unit, `"512MiB"`, `"16GiB"`, `"16GB"`
@@ -62,7 +63,7 @@ def _table(model: type[BaseModel], path: tuple[str, ...], many: bool = False) ->
             if get_origin(field.annotation) is dict:
                 below += _named_by_the_user(table, (*path, name, "*"))
             else:
-                below += _table(table, (*path, name), many=field.annotation is not table)
+                below += _table(table, (*path, name), many=get_origin(field.annotation) is tuple)
         elif not path:  # a free table
             below.append(f"## `[{name}]`\n\n{_meaning(field.description)}\n")
         elif name not in _shared(model):
@@ -155,8 +156,8 @@ def _quoted(value: object) -> str:
 
 # ── reading the code ───────────────────────────────────────────────────────────────────────────────────────────────
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a table, of an array of tables, or of tables that the user names."""
-    inside: dict[Any, int] = {tuple: 0, dict: 1}
+    """The model of a table, of one that may be left out, of an array of tables, or of tables that the user names."""
+    inside: dict[Any, int] = {tuple: 0, dict: 1, types.UnionType: 0}
     origin = get_origin(annotation)
     one = get_args(annotation)[inside[origin]] if origin in inside else annotation
     return one if isinstance(one, type) and issubclass(one, BaseModel) else None

@@ -25,6 +25,8 @@ NodeDetector = Callable[[NodeSighting, Limits, float], Judged]
 _MISSES = 3
 _SLOW_START = 5
 """times ``limits.join``: so long may a step take to join of which the agent says that it lives"""
+_AGENT_ALONE = 2
+"""times the silence of an agent: by then node_lost has judged whether its node went with it"""
 _NOTHING: Judged = (None, inf)
 
 
@@ -79,6 +81,22 @@ def worker_silence(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
         return None, due
     text = f"no beat for {_silence(limits):g} s after its last one, in phase {seen.phase}"
     return _silent(seen, limits, "worker_silence", seen.last_heard, text), inf
+
+
+def agent_silence(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """An agent is not heard any more, and for as long again somebody else on its node still is: it is the agent."""
+    if not seen.is_agent or not _expected_to_speak(seen) or seen.status != "joined":
+        return _NOTHING
+    due = seen.last_heard + _AGENT_ALONE * _silence(limits)
+    if now < due:
+        return None, due
+    heard = seen.home.last_heard
+    if heard is None or now >= heard + _patience(limits):
+        return _NOTHING  # nobody is: node_lost judges that
+    silent = _AGENT_ALONE * _silence(limits)
+    text = f"no beat for {silent:g} s after its last one, though others on {seen.node} are heard"
+    found = _about(seen, "agent_silence", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, seen.last_heard, "manager", text)
+    return found, heard + _patience(limits)
 
 
 def never_joined(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
@@ -177,7 +195,8 @@ def _deadline(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
 
 
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
-    exit_record, step_gone, never_left, never_joined, worker_silence, no_progress, phase_overdue, wait_overdue, idle
+    exit_record, step_gone, never_left, never_joined, worker_silence, agent_silence, no_progress, phase_overdue,
+    wait_overdue, idle,
 )  # fmt: skip
 
 

@@ -7,14 +7,12 @@ import sys
 from collections.abc import Callable
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Launch, Perform, StopStep
+from rrl.manager.actions import Launch, StopStep
 from rrl.manager.cluster import Cluster, Step
-from rrl.manager.executor import PERFORM_DEADLINE
 from rrl.manager.hearing import Send
 from rrl.manager.launching import job_dir_of, write_launch
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import AGENT
 from rrl.transport import messages as msg
 
 
@@ -33,15 +31,12 @@ class Deeds:
         self._run, self._cluster, self._source, self._state, self._send = run, cluster, source, state, send
         self._steps = steps
         self._ended: dict[str, asyncio.Event] = {}
-        self._performed: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def notice(self, event: ev.Event) -> None:
         """An event was recorded: somebody may be waiting for it."""
         if isinstance(event, ev.StepEnded) and event.step in self._ended:
             self._ended[event.step].set()
-        if isinstance(event, ev.FaultInjected) and event.fault in self._performed:
-            self._performed[event.fault].set()
 
     def prepare(self, action: Launch) -> Step:
         """The launch file is written when it returns (blocking). Raises OSError."""
@@ -64,16 +59,6 @@ class Deeds:
             return await _within(ended, patience)
         finally:
             self._ended.pop(action.step, None)
-
-    async def inject(self, action: Perform) -> bool:
-        """Have the node's agent perform a fault; False when it does not say that it did."""
-        agent = next((r for r in self._state().replicas.values() if r.role == AGENT and r.node == action.node), None)
-        peer = self._steps.get(agent.step or "") if agent else None
-        if peer is None:
-            return False
-        performed = self._performed.setdefault(action.fault.id, asyncio.Event())
-        await self._send(peer, msg.Inject(action.fault, action.step), None)
-        return await _within(performed, PERFORM_DEADLINE)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

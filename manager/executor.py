@@ -7,6 +7,7 @@ nobody knows (``Unanswered``), not at all: then the next look at the cluster set
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Awaitable, Callable
 
@@ -17,15 +18,14 @@ from rrl.manager.lease import LeaseLost
 
 AGAIN = 5.0
 """s before a stop or a release that nobody answered is asked for again: both are repeatable"""
-PERFORM_DEADLINE = 20.0
-"""s for an agent to say that it performed a fault"""
 STEP_MARGIN = 3.0
 """s beyond a step's own grace before the cluster is asked to end it"""
 
 
 class Executor:
     """``record`` takes the resulting events, ``prepare`` writes a launch file, ``tell`` asks a step to stop and returns
-    once it has ended (False: it did not), ``inject`` hands a fault to an agent, ``check`` raises LeaseLost."""
+    once it has ended (False: it did not), ``inject`` has a fault performed and tells what became of it, ``check``
+    raises LeaseLost."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Executor:
         record: Callable[[Event], None],
         prepare: Callable[[Launch], Step],
         tell: Callable[[StopStep, float], Awaitable[bool]],
-        inject: Callable[[Perform], Awaitable[bool]],
+        inject: Callable[[Perform], Awaitable[None]],
         check: Callable[[], None],
     ) -> None:
         self._cluster = cluster
@@ -78,7 +78,8 @@ class Executor:
             except Unanswered:
                 pass
             except Exception:  # whatever a cluster can come up with must not leave an intent open for ever
-                traceback.print_exc()
+                with contextlib.suppress(OSError):  # our own output may lie on a full disk
+                    traceback.print_exc()
             if isinstance(action, Request | Launch | Perform):
                 return  # settled by its tag, or not worth a second try: asking twice could give two
             await asyncio.sleep(AGAIN)
@@ -100,5 +101,5 @@ class Executor:
             if not await self._tell(action, action.grace + STEP_MARGIN):
                 await self._cluster.stop(action.step, action.grace)
             self._record(Done(action.tag, True))
-        elif not await self._inject(action):
-            raise Refused("the agent of its node does not answer")
+        else:
+            await self._inject(action)

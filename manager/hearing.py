@@ -5,15 +5,18 @@ Nothing here decides. A beat only refreshes a sighting: no event, no disk.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rrl.health.sightings import Watch
 from rrl.manager import events as ev
+from rrl.manager.admission import GpusTaken, memory_locks
+from rrl.manager.first_words import words_of
 from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitRecord, read_exit, tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, ReplicaId
+from rrl.spec.words import Life, ReplicaId, role_of
 from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
 
@@ -41,6 +44,12 @@ class Ear:
         """tag of a step → where its first process (or agent) can be told something"""
         self.workers: dict[Life, bytes] = {}
         """life → where its worker can be told something"""
+        self._gpus = GpusTaken()
+        self._voices: dict[Life, tuple[bytes, ...]] = {}
+        """life → the connections that its process greeted on: the newest, and the one before, of which something may
+        still be on its way"""
+        self._left: set[Life] = set()
+        """lives whose process said Goodbye: its command may go on with another one"""
 
     async def hear(self, incoming: Incoming) -> None:
         message = incoming.message
@@ -49,8 +58,7 @@ class Ear:
         elif isinstance(message, msg.StepExit):
             self._step_exit(message)
         elif isinstance(message, msg.Injected):
-            target = self._state().replica(ReplicaId(message.fault.target)).life
-            self._record(ev.FaultInjected(message.fault.id, target, message.ok, message.detail))
+            self._injected(message)
         elif isinstance(message, msg.Found):
             self._record(ev.FindingChanged(message.finding))
         elif isinstance(message, msg.Gone):
@@ -59,12 +67,16 @@ class Ear:
             if self._state().verdict is not None:
                 return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
             self.workers.pop(message.life, None)
+            self._voices.pop(message.life, None)
             why = f"{message.life} is no longer believed"
             await self._send(incoming.peer, msg.Fenced(message.life, why), None)
-        elif isinstance(message, msg.Hello):
-            await self._hello(incoming, message)
-        else:
+        elif isinstance(message, msg.Hello | msg.AgentHello):
+            await self._greeting(incoming, message)
+        elif incoming.peer in self._voices.get(message.life, ()):
             self._about_living(message)
+            if isinstance(message, msg.Goodbye) and self._may_go(message.life):
+                grace = self._state().job.limits.step_grace
+                await self._send(incoming.peer, msg.Stop(message.life, grace, "its work is done"), None)
 
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _wanted(self, incoming: Incoming, message: msg.Wanted) -> None:
@@ -74,6 +86,12 @@ class Ear:
         state = self._state()
         replica = state.replica(message.life.replica)
         held = state.lingering.get(message.tag)
+        first = replica.first if replica.step == message.tag else None
+        if first is not None and (first.node, first.pid) != (message.node, message.pid):
+            why = f"{message.tag} is process {first.pid} on {first.node}, not {message.pid} on {message.node}"
+            _say(f"{why}: the second one is sent away")
+            await self._send(incoming.peer, msg.Admitted(message.tag, False, why, another=True), incoming.ask)
+            return
         if state.verdict is not None and (held is not None or (replica.step == message.tag and replica.pid)):
             self.steps[message.tag] = incoming.peer
             await self._send(incoming.peer, msg.Admitted(message.tag, True), incoming.ask)
@@ -85,9 +103,18 @@ class Ear:
         if ok:
             self.steps[message.tag] = incoming.peer
             self._on_wanted(message.tag)
-            if replica.status is Status.LAUNCHING:
+            if first is None:
                 self._record(ev.Admitted(message.life, message.tag, message.node, message.pid))
         await self._send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.ask)
+
+    def _injected(self, message: msg.Injected) -> None:
+        fault = message.fault
+        if fault.id not in self._state().faults:
+            return  # nobody was told to
+        life = message.life or self._state().replica(ReplicaId(fault.target)).life
+        self._record(ev.FaultInjected(
+            fault.id, life, message.ok, message.detail, fault.kind, fault.target, message.node, message.ended
+        ))  # fmt: skip
 
     def _step_exit(self, message: msg.StepExit) -> None:
         self.steps.pop(message.tag, None)
@@ -97,7 +124,9 @@ class Ear:
         record = read_exit(self._run.exit_file(message.tag))
         if record is None:
             self._watch.gone(message.life, self._now())
-            self._ended(ev.StepEnded(message.life, message.tag, None, None, f"vanished (agent of {message.node})"))
+            words = words_of(self._run, message.tag)
+            why = f"vanished (agent of {message.node}){': ' if words else ''}{words}"
+            self._ended(ev.StepEnded(message.life, message.tag, None, None, why))
         else:
             self._recorded(record)
 
@@ -111,6 +140,8 @@ class Ear:
         if current or event.step in state.lingering:
             self._watch.step_ended(event.life, event.code, event.signal, event.why, self._now())
             self._record(event)
+            if self._state().replica(event.life.replica).status is Status.COMPLETED:
+                self._watch.forget(event.life)  # it has done its work: nobody is to wonder why it ended
 
     def ended_before(self, life: Life) -> None:
         """Its end was recorded under an earlier manager: the detectors must see it again."""
@@ -127,10 +158,30 @@ class Ear:
                 self._recorded(record)
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
+    async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
+        """A life is one process, the first that said so: of two, both would be believed in turn."""
+        life = message.life
+        known = self._state().replica(life.replica)
+        joined = known.status is Status.JOINED and known.pid is not None and life not in self._left
+        if joined and (known.host, known.pid) != (message.host, message.pid):
+            told = f"{life} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
+            _say(f"{told}: the second one is refused")
+            await self._send(incoming.peer, msg.Fenced(life, told), None)
+            return
+        self._left.discard(life)
+        self._voices[life] = (incoming.peer, *self._voices.get(life, ())[:1])
+        if isinstance(message, msg.Hello):
+            await self._hello(incoming, message)
+        else:
+            self._about_living(message)
+
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
         life, state, now = message.life, self._state(), self._now()
         replica = state.replica(life.replica)
         self.workers[life] = incoming.peer
+        if (finding := self._gpus.claim(message, state, now)) is not None:
+            self._record(ev.FindingChanged(finding))  # it is fenced for that; until then it is not welcome
+            return
         self._watch.joined(life, message.node, message.phase, now)
         told = (message.listens, message.serves, message.pid, message.node)
         if replica.status is not Status.JOINED or told != (
@@ -147,6 +198,11 @@ class Ear:
             self._record(ev.StepCommitted(life, message.committed))
         await self._send(incoming.peer, self._welcome(life), None)
 
+    def _may_go(self, life: Life) -> bool:
+        """Nothing of the run waits for it: a role of the user's own that is done when it says so."""
+        role = next((role for role in self._state().job.roles if role.name == role_of(life.replica)), None)
+        return role is not None and not role.service
+
     def _about_living(self, message: Any) -> None:
         life, now, watch = message.life, self._now(), self._watch
         if isinstance(message, msg.Beat):
@@ -162,10 +218,13 @@ class Ear:
         elif isinstance(message, msg.Committed):
             self._record(ev.StepCommitted(life, message.step, message.metrics))
         elif isinstance(message, msg.Goodbye):
+            self._left.add(life)
             watch.goodbye(life, now)
         elif isinstance(message, msg.AgentHello):
             watch.agent_heard(message.node, life, now, message.boot)
-            self._record(ev.AgentJoined(life, message.node, message.host, message.pid))
+            self._record(ev.AgentJoined(life, message.node, message.host, message.pid, message.probe))
+            if (finding := memory_locks(message, self._state().job.weights, now)) is not None:
+                self._record(ev.FindingChanged(finding))
         elif isinstance(message, msg.AgentBeat):
             watch.agent_heard(message.node, life, now)
             for replica in self._state().replicas.values():
@@ -175,3 +234,7 @@ class Ear:
     def _phase(self, message: msg.Beat | msg.Entered) -> None:
         if self._state().replica(message.life.replica).phase != message.phase:
             self._record(ev.PhaseEntered(message.life, message.phase, message.waits_for))
+
+
+def _say(text: str) -> None:
+    print(f"rrl: {text}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -77,6 +78,9 @@ class Journal:
         follower = Follower(run)
         self.state = follower.state()
         """what the journal said when this epoch took it over; None for a new run"""
+        if torn := follower.torn:
+            told = f"{follower.where[0]}: {torn} bytes of an unfinished record are ignored"
+            print(f"rrl: {told}; nobody was told of it", file=sys.stderr, flush=True)
         self._path, self._fd = self._open(self.state, *follower.where)
 
     def append(self, stamped: Stamped) -> None:
@@ -176,6 +180,16 @@ class Follower:
         """Name of the segment that was read last, and how much of it."""
         return (self._segment.name, self._offset) if self._segment else ("", 0)
 
+    @property
+    def torn(self) -> int:
+        """Bytes behind the last whole record: of one that is being written, or whose writer died over it."""
+        if self._segment is None:
+            return 0
+        try:
+            return max(0, self._segment.stat().st_size - self._offset)
+        except OSError:
+            return 0
+
     def state(self) -> State | None:
         segments = _segments(self._run)
         if not segments or segments[-1] != self._segment:
@@ -186,12 +200,23 @@ class Follower:
                 self._segment, self._offset, self._state = newest[0], newest[2], newest[1].state
         assert self._segment is not None
         for stamped, end in _framed_events(self._segment, self._offset, None):
-            self._state, self._offset = fold(self._state, stamped), end
+            try:
+                self._state = fold(self._state, stamped)
+            except ValueError as error:
+                raise JournalError(f"{self._segment}: {error}") from error
+            self._offset = end
+        if self._state is not None and self._state.run != self._run.id:
+            raise JournalError(f"{self._segment}: it is the journal of {self._state.run}, not of {self._run.id}")
         return self._state
 
 
 def _segments(run: RunDir) -> list[Path]:
-    return sorted(run.journal.glob("*.seg"))
+    """By name. Raises OSError where the folder cannot be listed: that is not the same as an empty one."""
+    try:
+        names = os.listdir(run.journal)
+    except FileNotFoundError:
+        return []
+    return sorted(run.journal / name for name in names if name.endswith(".seg"))
 
 
 def _newest(run: RunDir) -> tuple[Path, Head, int] | None:

@@ -9,64 +9,137 @@ import msgspec
 
 from rrl.manager.actions import Launch as LaunchAction
 from rrl.manager.cluster import Step
+from rrl.manager.containers import APPTAINER, NO_USER_SITE, PYXIS, apptainer, pyxis
 from rrl.manager.state import State
-from rrl.spec.jobview import Resources
+from rrl.spec.environment import ALLOWED, OF_THE_HOST, passing
+from rrl.spec.jobview import JobView, Resources, RoleView
 from rrl.spec.launch import Launch
+from rrl.spec.prelude import prelude
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import AGENT, role_of
 from rrl.transport.address import NETWORK_ENV
 
-ALLOWED = (
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
-    NETWORK_ENV,
-)  # fmt: skip
-"""What roles inherit of the manager's environment. SLURM_*, PMI*, PMIX* and OMPI_* are misread by torch, Hugging Face
-and mpi4py (docs/sources.md, sites), so that nothing passes that is not named."""
-AGENT_RESOURCES = Resources(cpus=1, gpus=0, mem=0)
-"""An agent shares its node's resources; it takes none of its own."""
+AGENT_CPUS = 1
+"""of a step that overlaps: an agent takes nothing of its own, but sees all of its node's GPUs"""
+PROBE_WITHIN = 180.0
+"""s for [env] probe; importing torch from a file server that a hundred nodes ask at once takes a minute or two"""
+PROBE_SHARE = 0.5
+"""of ``limits.join``: the agent says only after the probe that it is there"""
 
 
 def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> Step:
-    """Write the launch file of ``action`` (0600, durable) and return the step for the cluster."""
-    agent = role_of(action.life.replica) == AGENT
-    role = None if agent else state.job.role(role_of(action.life.replica))
-    each = AGENT_RESOURCES if role is None else role.each
-    launch = Launch(
+    """Write the launch file of ``action`` (0600, durable) and return the step for the cluster.
+
+    Raises OSError when the run directory cannot be read or written, Refused when there can be no such step."""
+    if role_of(action.life.replica) == AGENT:
+        launch, step = _agent(run, state, action, job_dir)
+    else:
+        launch, step = _role(run, state, action, job_dir)
+    write_atomically(step.launch_file, msgspec.json.encode(launch))
+    return step
+
+
+def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
+    role = state.job.role(role_of(action.life.replica))
+    launch = msgspec.structs.replace(
+        _launch(run, state.job, action, job_dir),
+        argv=_argv(role, state.job, str(run.path), job_dir),
+        env=_role_environment(role, state.job, job_dir, _passed(run, state.job)),
+        watch=role.watch,
+        gpus=role.each.gpus,
+    )
+    step = _step(run, action, role.each)
+    if role.launcher == PYXIS:  # what [env] sets up is the host's, and the step is not on it
+        options = pyxis(role, state.job.container, str(run.path), job_dir)
+        launch = msgspec.structs.replace(launch, setup="", in_image=True)
+        step = msgspec.structs.replace(step, container=options, python=state.job.container.python)
+    return launch, step
+
+
+def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
+    held = state.allocations.get(action.allocation)
+    gpus = held.ask.node.gpus if held is not None else 0
+    launch, probe = _launch(run, state.job, action, job_dir), _probe(state.job, str(run.path), job_dir)
+    launch = msgspec.structs.replace(
+        launch,
+        env=environment(state.job, Resources(), job_dir) | (_passed(run, state.job) if probe else {}),
+        probe=probe,
+        probe_within=min(PROBE_WITHIN, PROBE_SHARE * state.job.limits.join),
+    )
+    step = _step(run, action, Resources(cpus=AGENT_CPUS, gpus=gpus))
+    return launch, msgspec.structs.replace(step, overlap=True, agent=True)
+
+
+def _launch(run: RunDir, job: JobView, action: LaunchAction, job_dir: str) -> Launch:
+    slurm = job.cluster == "slurm"
+    return Launch(
         tag=action.step,
         run_dir=str(run.path),
         life=action.life,
         node=action.node,
-        argv=() if role is None else role.argv,
-        env=environment(state, each, job_dir) | ({} if role is None else role.env),
+        argv=(),
+        env={},
         cwd=job_dir,
-        grace=state.job.limits.step_grace,
-        dies_with_launcher=state.job.cluster == "slurm",
-    )
-    path = run.launch_file(action.step)
-    write_atomically(path, msgspec.json.encode(launch))
-    return Step(
-        tag=action.step,
-        allocation=action.allocation,
-        node=action.node,
-        each=each,
-        launch_file=path,
-        log_file=run.log_file(f"{action.step}.step"),
-        overlap=agent,
-        agent=agent,
+        grace=job.limits.step_grace,
+        dies_with_launcher=slurm,
+        setup=prelude(job.env),
+        network=job.network or (os.environ.get(NETWORK_ENV, "") if slurm else ""),
     )
 
 
-def environment(state: State, each: Resources, job_dir: str) -> dict[str, str]:
-    """The whole environment of a role but for what its spec adds."""
+def _step(run: RunDir, action: LaunchAction, each: Resources) -> Step:
+    log = run.log_file(f"{action.step}.step")
+    return Step(action.step, action.allocation, action.node, each, run.launch_file(action.step), log)
+
+
+def _argv(role: RoleView, job: JobView, run_dir: str, job_dir: str) -> tuple[str, ...]:
+    if role.launcher == APPTAINER:
+        return apptainer(role, job.container, run_dir, job_dir, role.argv)
+    return role.argv
+
+
+def _probe(job: JobView, run_dir: str, job_dir: str) -> tuple[str, ...]:
+    """The command by which a node shows that [env] probe can be imported: on the host, or where no role runs on it in
+    apptainer's container. In pyxis's there is no looking from outside."""
+    modules = f"import {', '.join(job.env.probe)}"
+    if not job.env.probe or all(role.launcher == PYXIS for role in job.roles):
+        return ()
+    if any(role.launcher == "direct" for role in job.roles):
+        return (job.env.prober, "-c", modules)
+    contained = next(role for role in job.roles if role.launcher == APPTAINER)
+    return apptainer(contained, job.container, run_dir, job_dir, (job.container.python, "-c", modules))
+
+
+def _role_environment(role: RoleView, job: JobView, job_dir: str, passed: dict[str, str]) -> dict[str, str]:
+    given = environment(job, role.each, job_dir) | passed
+    if role.launcher == PYXIS:
+        given = {name: value for name, value in given.items() if name not in OF_THE_HOST}
+    return given | ({} if role.launcher == "direct" else NO_USER_SITE) | role.env
+
+
+def environment(job: JobView, each: Resources, job_dir: str) -> dict[str, str]:
+    """The environment of a role but for what the submitting shell, its spec and its node add."""
     inherited = {name: os.environ[name] for name in ALLOWED if name in os.environ}
+    if folder := os.path.dirname(job.env.python):  # "python" in a command is the one that has rrl
+        inherited["PATH"] = os.pathsep.join((folder, inherited.get("PATH", os.defpath)))
     return inherited | {
-        "RRL_BEAT": str(state.job.limits.beat),
+        "RRL_BEAT": str(job.limits.beat),
         "RRL_JOB_DIR": job_dir,
         "OMP_NUM_THREADS": str(each.cpus),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # nothing that a run needs may depend on a download in the middle of it
     }
+
+
+def _passed(run: RunDir, job: JobView) -> dict[str, str]:
+    """What ``rrl submit`` kept of its shell. It is read for each launch: the journal and our memory stay free of it."""
+    return msgspec.json.decode(run.passed.read_bytes(), type=dict[str, str]) if job.env.passed else {}
+
+
+def keep_passed(run: RunDir, job: JobView) -> None:
+    """Keep the variables of this shell that roles get, 0600: the manager may run elsewhere. Raises OSError."""
+    write_atomically(run.passed, msgspec.json.encode(passing(job.env.passed, os.environ)))
 
 
 def job_dir_of(source: str) -> str:

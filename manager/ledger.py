@@ -9,6 +9,7 @@ the failure's first trace, whatever it said.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Finish, Launch, Perform
 from rrl.manager.journal import replay
 from rrl.manager.worktime import Worktime
+from rrl.spec.faults import TRAITS, Fault, Hits
 from rrl.spec.jobview import JobView
 from rrl.spec.phases import phase
 from rrl.spec.rundir import RunDir, write_atomically
@@ -57,8 +59,10 @@ class Summary(Struct, frozen=True):
     reward_first10: float | None
     reward_last10: float | None
     faults: int
-    """planned faults that were performed"""
+    """injected faults that were performed, by plan or by order"""
     recoveries: list[Recovery]
+    unprovoked: int
+    """recoveries from what nobody injected"""
     ettr: float
     ettr_strict: float
     run_seconds: float
@@ -84,6 +88,25 @@ def account(events: Iterable[ev.Stamped], run_dir: str = "") -> Summary:
     if ledger is None:
         raise ValueError("the journal has no events")
     return ledger.summary(run_dir)
+
+
+class _Injected(Struct):
+    """One fault from its intent on, and whom it can have hit until when."""
+
+    fault: Fault
+    at: float
+    life: Life | None
+    node: str
+    until: float = inf
+    """it was over, and what it can have done is found by then"""
+    performed: bool = False
+
+    def hit(self, life: Life, node: str, failed_at: float) -> bool:
+        """Whether a failure of this life on this node can be its doing: what it was about, at that time."""
+        if not self.at <= failed_at <= self.until:
+            return False
+        hits = TRAITS[self.fault.kind].hits
+        return hits is Hits.RUN or life == self.life or (hits is Hits.NODE and node == self.node)
 
 
 class _Trace:
@@ -132,8 +155,8 @@ class _Ledger:
         """when something about a life first went wrong"""
         self.findings: dict[str, tuple[Finding, float]] = {}
         """what stands against somebody now, and when it was found; by Finding.key"""
-        self.injected: dict[Life, str] = {}
-        """by which fault; from its intent on"""
+        self.injected: dict[str, _Injected] = {}
+        """by fault; those that were certainly not performed are left out"""
         self.nodes: dict[Life, str] = {}
         self.lives: dict[ReplicaId, Life] = {}
         self.launches: dict[str, Life] = {}
@@ -174,9 +197,7 @@ class _Ledger:
             if "reward" in event.metrics:
                 self.rewards.setdefault(event.step, event.metrics["reward"])
         elif isinstance(event, ev.FaultInjected):
-            self.faults += event.ok
-            if not event.ok:
-                self._not_injected(event.fault)
+            self._injection(event, at)
         elif isinstance(event, ev.Done) and not event.ok:
             self._not_done(event.tag)
         elif isinstance(event, ev.ManagerStarted):
@@ -189,10 +210,8 @@ class _Ledger:
     def _intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
         if isinstance(action, Perform):  # just before the deed: detection is counted from here
-            life = self.lives.get(ReplicaId(action.fault.target))
-            if life is not None:
-                self.failures[life] = at
-                self.injected[life] = action.fault.id
+            life = action.life or self.lives.get(ReplicaId(action.fault.target))
+            self.injected[action.fault.id] = _Injected(action.fault, at, life, action.node)
         elif isinstance(action, Launch):
             self.lives[action.life.replica] = action.life
             self.nodes[action.life] = action.node
@@ -207,13 +226,21 @@ class _Ledger:
         if life is not None and life in self.open:  # it never lived: the failure before it goes on
             self.fenced[life] = self.open[life]
         if tag.startswith("fault:"):
-            self._not_injected(tag.removeprefix("fault:"))
+            self.injected.pop(tag.removeprefix("fault:"), None)
 
-    def _not_injected(self, fault: str) -> None:
-        """It was not performed after all: what fails later is not its doing."""
-        for life in [life for life, by in self.injected.items() if by == fault]:
-            del self.injected[life]
-            self.failures.pop(life, None)
+    def _injection(self, event: ev.FaultInjected, at: float) -> None:
+        held = self.injected.get(event.fault)
+        if held is None:
+            return
+        if not (event.ok or event.unknown):  # what fails later is not its doing
+            del self.injected[event.fault]
+        elif event.ended:
+            held.until = at + self.job.limits.silence
+        elif event.ok and not held.performed:
+            held.performed = True
+            self.faults += 1
+            if not TRAITS[held.fault.kind].processes and TRAITS[held.fault.kind].hits is Hits.REPLICA:
+                held.at = at  # it struck when the role called its API, perhaps long after the order
 
     def _fenced(self, fence: Fence, at: float) -> None:
         life = fence.life
@@ -228,9 +255,11 @@ class _Ledger:
         against = [(f, seen) for f, seen in self.findings.values() if f.life == life or (f.node and f.node == node)]
         traced = [finding.since for finding, _ in against]
         trace.found_at = min((seen for _, seen in against), default=at)
-        trace.injected = life in self.injected
         failed = [self.failures[life]] if life in self.failures else []
-        trace.failed_at = failed[0] if trace.injected else min([*failed, *traced, trace.found_at])
+        trace.failed_at = min([*failed, *traced, trace.found_at])
+        by = [one.at for one in self.injected.values() if one.hit(life, node, trace.found_at)]
+        if by:
+            trace.injected, trace.failed_at = True, max(by)
         self._down(life, min([*traced, at]))
         self.findings = {key: held for key, held in self.findings.items() if held[0].life != life}
 
@@ -292,6 +321,7 @@ class _Ledger:
             reward_last10=_mean(rewards[-10:]),
             faults=self.faults,
             recoveries=[trace.recovery() for trace in self.traces],
+            unprovoked=sum(not trace.injected for trace in self.traces),
             ettr=round(effective / wall, 4),
             ettr_strict=round(strict / wall, 4),
             run_seconds=round(wall, 2),

@@ -19,17 +19,22 @@ import msgspec
 
 from rrl.health.guards import detect
 from rrl.health.sightings import Watch
+from rrl.manager import ballast
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Launch, Outside, Perform, Release, Request, StopStep
-from rrl.manager.cluster import Cluster, Observed
+from rrl.manager.cluster import Cluster, Observed, Refused, Unanswered
 from rrl.manager.deeds import Deeds
 from rrl.manager.executor import Executor
+from rrl.manager.first_words import explained
 from rrl.manager.fold import fold
 from rrl.manager.hearing import Ear
 from rrl.manager.journal import Journal
 from rrl.manager.lease import Lease, LeaseLost
 from rrl.manager.ledger import write_summary
+from rrl.manager.log_collector import LogCollector
 from rrl.manager.mailbox import letters, taken
+from rrl.manager.orders import events_of
+from rrl.manager.performer import Performer, abandoned
 from rrl.manager.planner import plan
 from rrl.manager.planner.wiring import Wiring, wire
 from rrl.manager.settle import Misses, hungry, settle
@@ -40,7 +45,10 @@ from rrl.spec.words import Finding, Life, Outcome, Verdict
 from rrl.transport import messages as msg
 from rrl.transport.control import Listener
 from rrl.transport.keys import RunKeys
+from rrl.transport.wire import TO_MANAGER
 
+REMOVED = 10
+"""tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
 HUNGRY = 1.0
 """s between two looks at the cluster while something is expected of it"""
 ANNOUNCE = 0.05
@@ -82,6 +90,7 @@ class Manager:
         """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._cluster.close)
+            await asyncio.to_thread(ballast.give_back, self._run_dir)  # of a manager that died over a full disk
             self._lease = await Lease.acquire(self._run_dir, self._view.limits.lease, job)
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
@@ -97,9 +106,13 @@ class Manager:
         self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # a manager's time never goes back
         self._turned = self.now()
         self._listener = await Listener.open(
-            RunKeys.load(run.keys), msg.Up, epoch=self._lease.epoch, host=self._host
+            RunKeys.load(run.keys), msg.Up, epoch=self._lease.epoch, host=self._host, bounds=TO_MANAGER
         )
         stack.push_async_callback(self._listener.close)
+        self._logs = await LogCollector.open(
+            run, RunKeys.load(run.keys), self._lease.epoch, self._host, lambda: self._state
+        )
+        stack.push_async_callback(self._logs.close)
         steps: dict[str, bytes] = {}
         deeds = Deeds(run, self._cluster, self._source, lambda: self.state, self._listener.send, steps)
         self._deeds = deeds
@@ -107,8 +120,11 @@ class Manager:
             run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
             deeds.step_spoke, steps,
         )  # fmt: skip
+        self._performer = Performer(
+            run, self._cluster, lambda: self.state, self.record, self._listener.send, steps, self._ear.workers.get
+        )
         self._executor = Executor(
-            self._cluster, self.record, deeds.prepare, deeds.tell_step, deeds.inject, self._lease.check
+            self._cluster, self.record, deeds.prepare, deeds.tell_step, self._performer.perform, self._lease.check
         )
         stack.push_async_callback(self._executor.close)
         if self._state is None:
@@ -150,6 +166,8 @@ class Manager:
         self._journal.append(stamped)
         self._state = fold(self._state, stamped)
         self._deeds.notice(event)
+        self._performer.notice(event)
+        self._logs.notice(event)
         if isinstance(event, ev.Done | ev.Admitted):
             self._look_now.set()
         self._wake.set()
@@ -297,21 +315,39 @@ class Manager:
             if name in self.state.nodes:
                 self._watch.cluster_node(name, seen.state, seen.detail, self.now())
         for event in settle(self.state, observed, self._misses, self.now(), self._executor.busy):
-            self.record(event)
+            self.record(explained(self._run_dir, event))
 
     async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._view.limits.lease / 5)
+        period, removed = self._view.limits.lease / 5, 0
+        while removed < REMOVED:
+            await asyncio.sleep(period)
             try:
                 await asyncio.to_thread(self._lease.renew)
+                removed = 0
             except OSError as error:
                 _say(f"the lease cannot be renewed: {error}")
+                removed = removed + 1 if await asyncio.to_thread(self._removed) else 0
+        await self._abandon()
+
+    def _removed(self) -> bool:
+        """Somebody removed the run directory; storage that is away would take the folder of all runs along."""
+        return not self._run_dir.path.exists() and self._run_dir.path.parent.is_dir()
+
+    async def _abandon(self) -> None:
+        """Nobody can manage this run any more: nothing may be left of it. What no release reaches, its agents end."""
+        for tag in self.state.allocations:
+            try:
+                await self._cluster.release(tag)
+            except (Refused, Unanswered) as error:
+                _say(f"{tag} could not be given back: {error}")
+        self.leave("its run directory was removed")
 
     async def _mailbox(self) -> None:
         while True:
             for letter in await asyncio.to_thread(letters, self._run_dir):
                 if letter.id not in self.state.commands:
-                    self.record(ev.Commanded(letter.command, letter.by, letter.id))
+                    for event in events_of(letter, self.state):
+                        self.record(event)
                 if await self._flush():
                     await asyncio.to_thread(taken, self._run_dir, letter)
             await asyncio.sleep(MAILBOX)
@@ -331,7 +367,7 @@ class Manager:
             if isinstance(intent.action, StopStep | Release):
                 self._executor.start(intent.action)
             elif isinstance(intent.action, Perform):
-                self.record(ev.Done(intent.action.tag, False, "its manager died"))
+                self.record(abandoned(intent.action, self.state.epoch))
             elif isinstance(intent.action, Request):
                 self._look_now.set()
 
@@ -346,7 +382,8 @@ class Manager:
             await asyncio.sleep(FLUSH)
         await asyncio.to_thread(self._journal.rotate, self.state)
         await asyncio.to_thread(write_summary, self._run_dir)
-        self._run_dir.manager.unlink(missing_ok=True)
+        for address in (self._run_dir.manager, self._run_dir.collector):
+            address.unlink(missing_ok=True)
         return verdict.outcome
 
     def _close_journal(self) -> None:
@@ -378,5 +415,6 @@ async def _again(sense: Callable[[], Awaitable[None]]) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"rrl: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # our own output lies on the same disk, which may be full
+        print(f"rrl: {text}", file=sys.stderr, flush=True)
 

@@ -8,8 +8,8 @@ of its own run and node (the launch file names both), also where several virtual
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import resource
 import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -19,13 +19,16 @@ from typing import Any
 
 import msgspec
 
-from rrl.roles.faults import PERFORM, NotPerformed, find_target
+from rrl.roles.admission_probe import limits, probe
+from rrl.roles.environment import raise_limits, see_all_gpus
+from rrl.roles.faults import let_go
 from rrl.roles.first import FirstProcess, say
+from rrl.roles.injector import Injector
 from rrl.roles.processes import Census
 from rrl.spec.launch import Launch, read_exit, read_launch
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
 from rrl.spec.words import Life
-from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected
+from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject
 
 BEAT_ENV = "RRL_BEAT"
 """s between two beats, in the launch file's environment"""
@@ -36,13 +39,16 @@ SWEEP_WITHIN = 10.0
 """s for processes to end on SIGKILL; the next beat tries again"""
 RUN_OVER_FOR = 30.0
 """s that the run must have been over, without a manager, before the agent ends what is left here and leaves"""
+ALONE = 2
+"""beats without a manager; then one that had filled the disk no longer gives the room back"""
 
 
 def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m rrl.roles.agent FILE.launch", file=sys.stderr)
         return 2
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    raise_limits()
+    see_all_gpus()
     launch_file = os.path.abspath(sys.argv[1])
     asyncio.run(_live(read_launch(Path(launch_file)), launch_file))
     return 0
@@ -52,7 +58,7 @@ async def _live(launch: Launch, launch_file: str) -> None:
     first = FirstProcess(launch, launch_file)
     async with first.running():
         if await first.admission():
-            agent = _Agent(first)
+            agent = _Agent(first, await probe(first))
             tasks = [asyncio.create_task(agent.beats()), asyncio.create_task(agent.watch())]
             for task in tasks:
                 task.add_done_callback(lambda _: first.news.set())
@@ -67,8 +73,8 @@ async def _live(launch: Launch, launch_file: str) -> None:
 
 
 class _Agent:
-    def __init__(self, first: FirstProcess) -> None:
-        self._first = first
+    def __init__(self, first: FirstProcess, probed: str) -> None:
+        self._first, self._probed = first, probed
         self._beat = float(first.launch.env.get(BEAT_ENV) or os.environ.get(BEAT_ENV) or BEAT)
         self._census = Census(first.steps)
         self._launches: dict[str, Launch | None] = {}
@@ -78,6 +84,7 @@ class _Agent:
         self._gone: dict[str, Gone] = {}
         self._losing: set[str] = set()
         self._running: set[asyncio.Future[Any]] = set()
+        self._injector = Injector(first, self._read_launch)
         first.greet, first.hear = self._hello, self._hear
 
     async def beats(self) -> None:
@@ -94,8 +101,12 @@ class _Agent:
         """One look at /proc a beat, for what is new; an end is told by its pidfd at once."""
         loop = asyncio.get_running_loop()
         over_since: float | None = None
+        alone = 0
         while True:
             await self._look()
+            alone = 0 if self._first.dialer.connected else alone + 1
+            if alone > ALONE:  # whoever filled the disk is gone, and its successor could not even begin
+                await asyncio.to_thread(_remove, self._first.run.ballast)
             if self._first.dialer.connected or not await asyncio.to_thread(self._run_is_over):
                 over_since = None
             elif over_since is None:
@@ -134,6 +145,7 @@ class _Agent:
 
         self._alive[process.launch] = process
         loop.add_reader(fd, ended)
+        self._keep(asyncio.ensure_future(asyncio.to_thread(let_go, process.launch)))  # of a holder before our time
 
     def _lose(self, path: str) -> None:
         """The first process is no more: end what it left, and be the witness if it could not say so itself."""
@@ -173,26 +185,17 @@ class _Agent:
     def _hello(self) -> Sequence[Any]:
         launch = self._first.launch
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        me = AgentHello(launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot)
+        me = AgentHello(
+            launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot, self._probed, *limits()
+        )
         return [me, *self._gone.values()]
 
     def _hear(self, message: Any) -> None:
         match message:
             case Inject():
-                self._keep(asyncio.create_task(self._inject(message)))
+                self._keep(asyncio.create_task(self._injector.inject(message)))
             case Fenced():
                 self._keep(asyncio.create_task(self._end_life(message.life)))
-
-    async def _inject(self, order: Inject) -> None:
-        path = f"{self._first.steps}/{self._first.run.launch_file(order.tag).name}"
-        try:
-            if await asyncio.to_thread(self._read_launch, path) is None:
-                raise NotPerformed(f"{order.tag} is not a step of this run on {self._first.launch.node}")
-            detail = PERFORM[order.fault.kind](find_target(path))
-            answer = Injected(order.fault, True, detail)
-        except (NotPerformed, OSError) as error:
-            answer = Injected(order.fault, False, str(error))
-        await self._first.dialer.send(answer)
 
     # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self, paths: Collection[str], which: Callable[[Process], bool]) -> None:
@@ -229,6 +232,11 @@ class _Agent:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(say)
+
+
+def _remove(ballast: Path) -> None:
+    with contextlib.suppress(OSError):
+        ballast.unlink(missing_ok=True)
 
 
 def _any(process: Process) -> bool:

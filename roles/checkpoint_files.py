@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,6 +50,17 @@ def describe(run_dir: Path, files: Iterable[Path]) -> dict[str, Any]:
         raise ValueError(f"a checkpoint is the files of one folder, not of {len(folders)}")
     folder = folders.pop().relative_to(run_dir)
     return {"folder": folder.as_posix(), "files": {path.name: _digest(path) for path in paths}}
+
+
+def make_durable(files: Iterable[Path]) -> None:
+    """On the disk when it returns, names included: a commit record counts on it. Raises OSError."""
+    paths = list(files)
+    for path in (*paths, *{path.parent for path in paths}):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def verified(run_dir: Path, manifest: dict[str, Any]) -> dict[str, Path]:

@@ -52,14 +52,16 @@ class FirstProcess:
         """takes what the manager says beyond Admitted, and beyond Stop and Fenced of this life"""
         self._told: StepExit | None = None
         self._admitted = False
+        self._double = False
+        """another process lives under our tag"""
         self._greeted = asyncio.Event()
         try:
-            keys = RunKeys.load(self.run.keys)
+            self.keys = RunKeys.load(self.run.keys)
         except OSError as error:
             why = f"not started: {error}"
             _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, None, None, why, time.time()))
             raise
-        self.dialer = Dialer(keys, Down, self._find_manager, self._hello)
+        self.dialer = Dialer(self.keys, Down, self._find_manager, self._hello)
 
     def leave(self, why: str, grace: float) -> None:
         self.why = self.why or why
@@ -112,6 +114,9 @@ class FirstProcess:
     async def finish(self, code: int | None, number: int | None, why: str) -> None:
         """Leave the exit record, then tell the manager if there is one within ``LAST_WORDS`` s."""
         launch = self.launch
+        if self._double:
+            print(f"rrl: {why}; the other one goes on", file=sys.stderr, flush=True)
+            return
         _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, code, number, why, time.time()))
         self._told = StepExit(launch.life, launch.tag, code, number, why)
         if self.dialer.connected:
@@ -142,6 +147,7 @@ class FirstProcess:
         match message:
             case Admitted(tag=self.launch.tag):
                 if not message.ok:
+                    self._double = message.another
                     self.leave(f"unwanted: {message.why}", 0.0)
             case Fenced(life=self.launch.life):
                 self.leave(f"unwanted: {message.why}", 0.0)

@@ -16,12 +16,14 @@ from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
+from rrl.roles.environment import ADDRESS_ENV
+from rrl.roles.gpus import held_gpus_within
+from rrl.roles.own_faults import OwnFaults
 from rrl.roles.trajectories.client import TrajectoryClient, store_address
 from rrl.spec.launch import Launch
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import NodeName, ReplicaId, Version
 from rrl.transport import messages as msg
-from rrl.transport.address import own_address
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.weights.pipe import Pipe, open_pipe
@@ -53,9 +55,10 @@ class Link:
         self.peers: msg.Peers | None = None
         self.stopping = threading.Event()
         self.node = NodeName(os.environ.get("SLURMD_NODENAME") or launch.node)
-        self.host = own_address() if "SLURM_JOB_ID" in os.environ else "127.0.0.1"
-        """where this process listens: loopback on the local cluster, else the address of the host's name"""
+        self.host = os.environ.get(ADDRESS_ENV, "127.0.0.1")
+        """where this process listens, as its first process chose it"""
         self.weights = WeightStore()
+        self.faults = OwnFaults(launch, self.node, self.say, lambda after, do: self._loop.call_later(after, do))
         self._beat, self._transport = beat, transport
         self._moves_weights = launch.life.replica.split("/")[0] in ("trainer", "rollout")
         self._pulls = launch.life.replica.startswith("rollout/")
@@ -103,6 +106,7 @@ class Link:
                 except TimeoutError:
                     if asked.done():  # its own, or it came at this very moment
                         return asked.result()
+                    self.faults.strike()
                     if stopping:
                         asked.cancel()
                         raise Stopping from None
@@ -126,6 +130,7 @@ class Link:
         return self._done
 
     def progress(self, units: int) -> None:
+        self.faults.strike(working=True)
         self._done += units
         if not self._worked and units > 0:
             self._worked = True
@@ -187,6 +192,7 @@ class Link:
         self._loop.run_forever()
 
     async def _open(self) -> None:
+        self._gpus = await held_gpus_within()
         self._pipe: Pipe | None = None
         if self._moves_weights:
             self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
@@ -224,6 +230,7 @@ class Link:
             serves=self._serves,
             holds=held.manifest.version if held else None,
             committed=self._committed,
+            gpus=self._gpus,
         )
 
     def _find_manager(self) -> Address | None:
@@ -245,6 +252,8 @@ class Link:
                 os._exit(FENCED_EXIT)  # whatever the worker's own thread is in the middle of must not go on
             elif isinstance(message, msg.Stop):
                 self.stopping.set()
+            elif isinstance(message, msg.Inject):
+                self.faults.order(message)
 
     def _hear_peers(self, peers: msg.Peers) -> None:
         known = self.peers

@@ -49,10 +49,14 @@ class ProcessGroup:
         loop.add_signal_handler(signal.SIGCHLD, _reap_orphans, self.pid)
 
     @classmethod
-    def start(cls, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int) -> ProcessGroup:
-        """Stdout and stderr go to the descriptor ``out``, stdin is empty. Raises OSError when it cannot be started."""
+    def start(
+        cls, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int, keep: Sequence[int] = ()
+    ) -> ProcessGroup:
+        """Stdout and stderr go to the descriptor ``out``, stdin is empty, the descriptors ``keep`` are inherited under
+        their numbers. Raises OSError when it cannot be started."""
         return cls(subprocess.Popen(
             argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            pass_fds=keep,
             preexec_fn=_dies_with(os.getpid()),  # safe: one prctl, and the only other threads are libzmq's
         ))  # fmt: skip
 

@@ -9,33 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import sys
-import threading
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
+from rrl.roles.activity import spoken_for
+from rrl.roles.environment import on_this_node, raise_limits
 from rrl.roles.first import FirstProcess
-from rrl.roles.logs import RotatingLog, pump
 from rrl.roles.processes import ProcessGroup, command_env, end_descendants
-from rrl.spec.launch import Launch, read_launch
+from rrl.roles.role_log import RoleLog
+from rrl.roles.setting_up import SetUp
+from rrl.spec.launch import EXITED, NOT_STARTED, Launch, read_launch
 
 BEFORE_TELLING = 0.5
 """s for killed descendants to end before the exit is told: normally some ms; one that hangs in the kernel must not
 delay the repair"""
 BEFORE_LEAVING = 10.0
 """s for killed descendants to end before we leave them to the agent"""
-LOG_TAIL = 1.0
-"""s for the rest of the log to be written: storage may hang"""
-_FROM_LAUNCHER = ("SLURM_JOB_ID", "SLURM_STEP_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""what Slurm gave this step and the manager could not know; what the launch file says wins"""
 
 
 def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m rrl.roles.step FILE.launch", file=sys.stderr)
         return 2
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # core dumps of a model fill the home
+    raise_limits()
     launch_file = os.path.abspath(sys.argv[1])
     return asyncio.run(_live(read_launch(Path(launch_file)), launch_file))
 
@@ -47,38 +44,41 @@ async def _live(launch: Launch, launch_file: str) -> int:
             await first.finish(None, None, first.why or "asked")
             return 0
         try:
-            command, log = _start(first)
+            setup, log = _start(first)
         except OSError as error:
-            await first.finish(None, None, f"not started: {error}")
+            await first.finish(None, None, f"{NOT_STARTED}{error}")
             return 127
-        await _until_ended(first, command)
+        command = setup.group
+        async with spoken_for(first, command.pid, setup.begun):
+            await _until_ended(first, command)
         command.kill(SIGKILL)  # the rest of its group, before the leader's pid is free for others
         code, number = command.reap()
         left = end_descendants(first.me, BEFORE_TELLING)
-        await first.finish(code, number, first.why or ("exited" if number is None else "signalled"))
+        if (trouble := setup.trouble()) and not first.why:
+            await first.finish(None, None, f"{NOT_STARTED}{trouble}")
+        else:
+            await first.finish(code, number, first.why or (EXITED if number is None else "signalled"))
         if left and (left := end_descendants(first.me, BEFORE_LEAVING)):
             print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
-        await asyncio.to_thread(log.join, LOG_TAIL)
+        await asyncio.to_thread(log.finish)
     return code if code is not None else 128 + (number or 0)
 
 
-def _start(first: FirstProcess) -> tuple[ProcessGroup, threading.Thread]:
-    """The command, and the thread that writes its log. Raises OSError."""
+def _start(first: FirstProcess) -> tuple[SetUp, RoleLog]:
+    """The command, and its log. Raises OSError."""
     launch = first.launch
-    given = {name: os.environ[name] for name in _FROM_LAUNCHER if name in os.environ}
     reader, writer = os.pipe()
     try:
-        env = command_env(given | launch.env, first.launch_file, first.me)
-        command = ProcessGroup.start(launch.argv, env, launch.cwd, writer)
+        env = command_env(on_this_node(launch), first.launch_file, first.me)
+        setup = SetUp(launch.setup, launch.argv, env, launch.cwd, writer)
     except OSError:
         os.close(reader)
         raise
     finally:
         os.close(writer)
-    log = RotatingLog(first.run.log_file(launch.tag))
-    thread = threading.Thread(target=pump, args=(reader, log), name="log", daemon=True)
-    thread.start()
-    return command, thread
+    log = RoleLog(first.run, first.keys, launch, reader)
+    log.start()
+    return setup, log
 
 
 async def _until_ended(first: FirstProcess, command: ProcessGroup) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from rrl.roles.checkpoint_files import describe as describe_files
-from rrl.roles.checkpoint_files import fresh_folder
+from rrl.roles.checkpoint_files import fresh_folder, make_durable, verified
 from rrl.roles.link import Link, Stopping
 from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
 from rrl.spec.launch import LAUNCH_ENV, Launch, read_launch
@@ -95,8 +95,9 @@ class Worker:
         self.keys = keys
         self.job: dict[str, Any] = msgspec.json.decode(run.resolved.read_bytes())["job"]
         """the resolved job spec"""
-        self.settings: dict[str, Any] = self.job["roles"].get(role_of(launch.life.replica), {})
-        """this role's part of it"""
+        role = role_of(launch.life.replica)
+        self.settings: dict[str, Any] = self._table(role)
+        """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
         self._link = Link(launch, run, keys, float(os.environ.get("RRL_BEAT", "1")), self.job["transport"])
         self._binding: Batch | None = None
         self._loaded: Version | None = None
@@ -122,6 +123,7 @@ class Worker:
     @contextmanager
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
         """Say what this role is doing: it decides what silence means (:mod:`rrl.spec.phases`)."""
+        self._link.faults.strike()
         before = self._link.phase
         if before[0] == "starting":
             before = ("between", None)  # whoever has been in a phase has started
@@ -135,8 +137,12 @@ class Worker:
         """The replica meant by ``role`` or ``role/index``; None where a role has several and none is named."""
         if waits_for is None or "/" in waits_for:
             return None if waits_for is None else ReplicaId(waits_for)
-        role = self.job["roles"].get(waits_for, {})
-        return replica_id(waits_for, 0) if role.get("replicas") == 1 else None
+        return replica_id(waits_for, 0) if self._table(waits_for).get("replicas") == 1 else None
+
+    def _table(self, role: str) -> dict[str, Any]:
+        """What job.toml says of a role, with every default."""
+        table: dict[str, Any] = self.job.get("commands", {}).get(role) or self.job["roles"].get(role, {})
+        return table
 
     def progress(self, units: int = 1) -> None:
         """So much more work is done (tokens, samples, steps: any unit, always the same)."""
@@ -177,6 +183,12 @@ class Worker:
         self._ask_committed()
         return self._manifest
 
+    def committed_files(self) -> dict[str, Path] | None:
+        """The files committed with it, by name, each compared with its digest; None: a fresh model. Raises
+        DamagedCheckpoint."""
+        manifest = self.committed_manifest
+        return None if manifest is None else verified(self.run_dir.path, manifest)
+
     def batches(self, after: int | None = None) -> Iterator[Batch]:
         """The batches of the steps after ``after``, each numbered by its step; after a restart the same ones again.
 
@@ -199,9 +211,11 @@ class Worker:
     def commit(self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None) -> None:
         """From here the step counts: one record commits the checkpoint and the batch's consumption.
 
-        ``files`` must be durable. Raises Fenced when a newer life has taken over."""
+        ``files`` are made durable first. Raises Fenced when a newer life has taken over."""
+        self._link.faults.strike(working=True)
         if self._binding is None or self._binding.number != number:
             raise ValueError(f"step {number} is committed without its batch; batches() gave {self._binding}")
+        make_durable(files)
         manifest = describe_files(self.run_dir.path, files)
         self._link.ask_store(self._link.store.commit(number, manifest, self._binding.digest))
         self._committed, self._manifest = number, manifest

@@ -2,36 +2,85 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
 
+from msgspec import Struct
+
 NETWORK_ENV = "RRL_NETWORK"
-"""A network in CIDR form, for example ``10.1.0.0/16``: this host's address in it is the one to listen at."""
-_SIOCGIFADDR = 0x8915
-"""netdevice(7)"""
+"""An interface (``ib0``) or a network in CIDR form (``10.1.0.0/16``) to listen on, where the job spec names none."""
+_SIOCGIFCONF = 0x8912
+"""netdevice(7): the addresses of all interfaces, further ones of the same interface too"""
+_IFREQ = 40
+"""bytes of a struct ifreq: 16 of the name, then a struct sockaddr_in (two of family, two of port, the address)"""
+_ROOM = 256
+"""addresses asked for; nodes with bridges and virtual functions have some dozens"""
 
 
-def own_address() -> str:
-    """An IPv4 address: in ``$RRL_NETWORK`` if that is set; else what the host name resolves to, unless that is loopback
-    (Debian's 127.0.1.1); else that of the default route; else loopback, which is right on one machine alone.
+class NoAddress(OSError):
+    """This host has no address that it may be reached at."""
 
-    Raises OSError when no interface has an address in ``$RRL_NETWORK``, ValueError when that is no network.
+
+class Interface(Struct, frozen=True):
+    """One IPv4 address of an interface."""
+
+    name: str
+    address: str
+
+
+def own_address(network: str = "") -> str:
+    """An IPv4 address on ``network`` (as :func:`interface_on`), or on ``$RRL_NETWORK``, if either is set; else what the
+    host name resolves to, unless that is loopback (Debian's 127.0.1.1); else that of the default route.
+
+    Raises NoAddress when there is none: loopback is only taken by its name.
     """
-    if wanted := os.environ.get(NETWORK_ENV):
-        network = ipaddress.ip_network(wanted)
-        for _, name in socket.if_nameindex():
-            address = _address_of(name)
-            if address is not None and ipaddress.ip_address(address) in network:
-                return address
-        raise OSError(f"{socket.gethostname()} has no interface with an address in {NETWORK_ENV}={wanted}")
+    if wanted := network or os.environ.get(NETWORK_ENV, ""):
+        return interface_on(wanted).address
     try:
         named = socket.gethostbyname(socket.gethostname())
     except OSError:
         named = "127.0.0.1"
-    return named if not named.startswith("127.") else _of_default_route() or named
+    address = named if not named.startswith("127.") else _of_default_route()
+    if address is None or address.startswith("127."):
+        raise NoAddress(f"no address that other nodes could reach; there are {_told()}; set [transport] network")
+    return address
+
+
+def interface_on(network: str) -> Interface:
+    """The first interface with an address in ``network`` (CIDR), or the one of that name. Raises NoAddress."""
+    found = interfaces()
+    try:
+        within = ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        one = next((one for one in found if one.name == network), None)
+        told = f"no interface {network} with an IPv4 address; there are {_told()}"
+    else:
+        one = next((one for one in found if ipaddress.ip_address(one.address) in within), None)
+        told = f"no interface with an address in {network}; there are {_told()}"
+    if one is None:
+        raise NoAddress(told)
+    return one
+
+
+def interfaces() -> list[Interface]:
+    """Every IPv4 address of this host, in the kernel's order. Without IPv4 there are none."""
+    room = array.array("B", bytes(_ROOM * _IFREQ))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        request = struct.pack("iL", len(room), room.buffer_info()[0])
+        used = struct.unpack("iL", fcntl.ioctl(asked, _SIOCGIFCONF, request))[0]
+    entries = (room[at : at + _IFREQ].tobytes() for at in range(0, used, _IFREQ))
+    return [
+        Interface(entry[:16].rstrip(b"\0").decode(errors="replace").partition(":")[0], socket.inet_ntoa(entry[20:24]))
+        for entry in entries
+    ]  # what follows a colon is the label of a further address
+
+
+def _told() -> str:
+    return ", ".join(f"{one.name} {one.address}" for one in interfaces()) or "none"
 
 
 def _of_default_route() -> str | None:
@@ -41,12 +90,3 @@ def _of_default_route() -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
-
-
-def _address_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:  # an interface without an IPv4 address
-            return None
-        return socket.inet_ntoa(answer[20:24])

@@ -23,8 +23,9 @@ import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
+from rrl.transport.gate import Gate
 from rrl.transport.keys import RunKeys
-from rrl.transport.wire import DOMAIN, Codec, Doorman, Wire, frame, harden
+from rrl.transport.wire import CONTROL, DOMAIN, Bounds, Codec, Doorman, Wire, frame, harden
 
 LOOK_EVERY = 1.0
 """s between two calls of ``find`` while nobody answers"""
@@ -72,10 +73,9 @@ class Listener:
     ``refused`` counts connections that failed to prove that they belong to the run.
     """
 
-    def __init__(self, keys: RunKeys, up: Any, epoch: int, ip: str) -> None:
+    def __init__(self, keys: RunKeys, up: Any, epoch: int, ip: str, bounds: Bounds = CONTROL) -> None:
         self.epoch = epoch
         self.dropped = 0
-        self.refused = 0
         self._codec = Codec(up)
         self._news = asyncio.Event()
         self._closed = False
@@ -83,36 +83,40 @@ class Listener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorman = Doorman(self._context, keys.client_public)
         socket = self._context.socket(zmq.ROUTER)
-        harden(socket)
+        harden(socket, bounds)
         socket.set(zmq.ROUTER_MANDATORY, 1)  # else a full queue is a silent loss
         socket.set(zmq.BACKLOG, 1024)  # a new manager is dialled by the whole run at once
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
         socket.set(zmq.ZAP_DOMAIN, DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no doorman, no entry
-        failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        monitor = socket.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self._gate = Gate(socket)
         try:
             socket.bind(f"tcp://{ip}:*")
         except zmq.ZMQError:
             self._doorman.close()
-            monitor.close(0)
+            self._gate.close()
             socket.close(0)
             self._context.term()
             raise
         self.endpoint: str = str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
-        self._raw = socket
+        self._gate.opened(int(self.endpoint.rpartition(":")[2]))
         self._wire = Wire(socket, self._news.set)
-        self._monitor = Wire(monitor, self._count_refused)
 
     @classmethod
-    async def open(cls, keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "127.0.0.1") -> Listener:
+    async def open(
+        cls, keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "127.0.0.1", bounds: Bounds = CONTROL
+    ) -> Listener:
         """Listen on a free port of ``host``: a name or IPv4 address of this machine. ``up``: what may arrive.
 
         Raises OSError when the host cannot be resolved, zmq.ZMQError when it is not an address of this machine.
         """
         found = await asyncio.get_running_loop().getaddrinfo(host, None, family=net.AF_INET, type=net.SOCK_STREAM)
-        return cls(keys, up, epoch, str(found[0][4][0]))
+        return cls(keys, up, epoch, str(found[0][4][0]), bounds)
+
+    @property
+    def refused(self) -> int:
+        return self._gate.refused
 
     @property
     def address(self) -> Address:
@@ -155,15 +159,10 @@ class Listener:
             return
         self._closed = True
         self._news.set()
-        self._raw.disable_monitor()
-        self._monitor.close()
+        self._gate.close()
         self._wire.close(_FLUSH_MS)
         self._doorman.close()
         await asyncio.to_thread(self._context.term)
-
-    def _count_refused(self) -> None:
-        while self._monitor.receive() is not None:
-            self.refused += 1
 
 
 class _Ask:
@@ -192,8 +191,10 @@ class Dialer:
         down: Any,
         find: Callable[[], Address | None],
         hello: Callable[[], Sequence[Any]] = _nothing,
+        bounds: Bounds = CONTROL,
     ) -> None:
         self.dropped = 0
+        self._bounds = bounds
         self._keys = keys
         self._codec = Codec(down)
         self._find = find
@@ -287,7 +288,7 @@ class Dialer:
 
     def _dial(self, endpoint: str) -> None:
         socket = self._context.socket(zmq.DEALER)
-        harden(socket)
+        harden(socket, self._bounds)
         socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that is not there: hello must come first
         socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)

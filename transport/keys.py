@@ -47,9 +47,13 @@ class RunKeys(Struct, frozen=True):
 
     @classmethod
     def load(cls, path: Path) -> RunKeys:
-        """Read ``path``. Raises PermissionError when group or others may touch it: such keys are no longer secret."""
+        """Read ``path``. Raises PermissionError when group or others may touch it: such keys are no longer secret; or
+        another OSError when it cannot be read or is damaged."""
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise PermissionError(f"{path} has mode {mode:04o}; the run's keys must be 0600: chmod 600 {path}")
-            return msgspec.json.decode(file.read(), type=cls)
+            try:
+                return msgspec.json.decode(file.read(), type=cls)
+            except msgspec.MsgspecError as error:
+                raise OSError(f"{path} is damaged: {error}; without the run's keys nobody can join it") from None

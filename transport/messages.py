@@ -101,6 +101,14 @@ class AgentHello(Struct, frozen=True, tag=True):
     pid: int
     boot: str
     """boot id of the node: tells a reboot from a network cut"""
+    probe: str = ""
+    """what the node cannot do that roles need ([env] probe, the network to listen on); empty: it can"""
+    memlock: int = -1
+    """bytes that a role here may lock into memory, which RDMA does with all it registers; -1: no limit"""
+    nofile: int = -1
+    """files that it may have open; -1: no limit"""
+    rdma: tuple[str, ...] = ()
+    """names of the node's RDMA devices"""
 
 
 class AgentBeat(Struct, frozen=True, tag=True):
@@ -123,11 +131,16 @@ class Found(Struct, frozen=True, tag=True):
 
 
 class Injected(Struct, frozen=True, tag=True):
-    """From the agent: the fault was performed (or not, and why)."""
+    """From the agent, or from the role that did it to itself: the fault was performed (or not, and why)."""
 
     fault: Fault
     ok: bool
     detail: str = ""
+    life: Life | None = None
+    """whose; None: no such life was found"""
+    node: NodeName = NodeName("")
+    ended: bool = False
+    """it was performed before, and is over now"""
 
 
 class Goodbye(Struct, frozen=True, tag=True):
@@ -170,6 +183,8 @@ class Admitted(Struct, frozen=True, tag=True):
     tag: str
     ok: bool
     why: str = ""
+    another: bool = False
+    """another process lives under this tag: leave no record, it would be taken for that one's"""
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -197,7 +212,7 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class Inject(Struct, frozen=True, tag=True):
-    """To the agent on the target's node: perform this fault on the step ``tag``."""
+    """To the agent on the target's node, or to the role itself: perform this fault on the step ``tag``."""
 
     fault: Fault
     tag: str

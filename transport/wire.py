@@ -12,22 +12,37 @@ from typing import Any
 
 import msgspec
 import zmq
+from msgspec import Struct
 from zmq.utils import z85
 
 from rrl.transport.messages import PROTOCOL
 
-_HWM = 1000
-"""zmq's own queue, messages a peer and direction"""
-_MAX_FRAME = 256 * 2**20
-"""bytes; a batch of trajectories is the largest thing said here"""
 _HEARTBEAT_MS = 1000
 _SILENCE_MS = 5000
 """a peer whose zmq thread was not heard for so long is cut off; it does not hang on the peer's Python being busy"""
-_HANDSHAKE_MS = 10_000
+HANDSHAKE_MS = 10_000
 """who connects and has not proved itself by then is cut off"""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"rrl"
 """ZAP domain: without a doorman for it nobody gets in"""
+
+
+class Bounds(Struct, frozen=True):
+    """What one peer may make the other end hold."""
+
+    frame: int
+    """bytes of the largest message; who sends a larger one is cut off"""
+    queue: int
+    """messages in zmq's own queue, a peer and direction"""
+
+
+CONTROL = Bounds(256 * 2**20, 1000)
+"""a batch of trajectories is the largest thing said here"""
+TO_MANAGER = Bounds(2**20, 1000)
+"""a step's metrics or a finding's evidence are the largest; a stranger can make us hold a frame as large as this before
+it must prove anything"""
+TO_STORE = Bounds(64 * 2**20, 1000)
+"""whole trajectories of a rollout at once: 64 of 32,768 tokens, with versions and log-probabilities, are some 30 MiB"""
 
 
 class Codec:
@@ -112,17 +127,17 @@ class Wire:
             self._socket.close(linger)
 
 
-def harden(socket: zmq.Socket[bytes]) -> None:
+def harden(socket: zmq.Socket[bytes], bounds: Bounds = CONTROL) -> None:
     """What both ends set alike, before bind or connect."""
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.SNDHWM, _HWM),
-        (zmq.RCVHWM, _HWM),
-        (zmq.MAXMSGSIZE, _MAX_FRAME),
+        (zmq.SNDHWM, bounds.queue),
+        (zmq.RCVHWM, bounds.queue),
+        (zmq.MAXMSGSIZE, bounds.frame),
         (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
         (zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS),
         (zmq.HEARTBEAT_TTL, _SILENCE_MS),
-        (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
     ):
         socket.set(option, value)
 

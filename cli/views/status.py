@@ -15,7 +15,7 @@ from rich.text import Text
 
 from rrl.cli.views.figures import bar, curve, folded, number, span
 from rrl.manager.cluster import NodeState
-from rrl.manager.state import Node, Replica, State, Status, workers
+from rrl.manager.state import Node, Replica, State, Status, progress, workers
 from rrl.spec.phases import phase
 from rrl.spec.words import AGENT, Finding, Outcome, Verdict
 
@@ -26,8 +26,15 @@ CROWD = 12
 RECENT = 600.0
 """s for which a failure stays in the picture"""
 
-_OUTCOME = {Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red"}
-_STATUS = {Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black"}
+_OUTCOME = {
+    Outcome.COMPLETED: "green", Outcome.CANCELLED: "yellow", Outcome.FAILED: "red", Outcome.REJECTED: "red",
+}  # fmt: skip
+_STATUS = {
+    Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black",
+    Status.COMPLETED: "green",
+}  # fmt: skip
+_AT_EASE = (Status.JOINED, Status.COMPLETED)
+"""nothing is to be said of who stands so"""
 _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 
 
@@ -47,12 +54,12 @@ def status_view(state: State, now: float, width: int = 100, note: str = "") -> R
 
 def one_line(state: State, silent: bool = False) -> str:
     """The same for a log: where the run stands, and who is not at work."""
-    parts = [f"{state.run}: {standing(state)[0]}", f"step {state.step}/{state.job.steps}"]
+    parts = [f"{state.run}: {standing(state)[0]}", _so_far(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
     if state.verdict is None and state.outcome is None:
         parts += [f"{replica.life} {replica.status.value}" for replica in workers(state)
-                  if replica.status is not Status.JOINED][:CROWD]  # fmt: skip
+                  if replica.status not in _AT_EASE][:CROWD]  # fmt: skip
     if silent:
         parts.append("its manager is silent")
     return ", ".join(parts)
@@ -64,11 +71,17 @@ def _title(state: State, until: float, width: int) -> Iterator[tuple[str, str] |
     yield (state.run, "bold")
     yield "  "
     yield (f"● {word}", colour)
-    full, empty = bar(state.step, state.job.steps, 24 if width >= NARROW else 10)
-    yield f"   step {state.step}/{state.job.steps} "
+    done, all_ = progress(state)
+    full, empty = bar(done, all_, 24 if width >= NARROW else 10)
+    yield f"   {_so_far(state)} "
     yield (full, "green" if state.outcome in (None, Outcome.COMPLETED) else "yellow")
     yield (empty, "bright_black")
-    yield f" {100 * state.step // max(1, state.job.steps)}%   {span(until - state.started)}"
+    yield f" {100 * done // max(1, all_)}%   {span(until - state.started)}"
+
+
+def _so_far(state: State) -> str:
+    done, all_ = progress(state)
+    return f"{'step' if state.job.steps else 'done'} {done}/{all_}"
 
 
 def standing(state: State) -> tuple[str, str]:
@@ -80,7 +93,7 @@ def standing(state: State) -> tuple[str, str]:
     if not any(allocation.running for allocation in state.allocations.values()):
         return "waiting for nodes", "yellow"
     failing = any(finding.verdict is Verdict.FAIL for finding in state.findings.values())
-    if failing or any(replica.status is not Status.JOINED for replica in workers(state)):
+    if failing or any(replica.status not in _AT_EASE for replica in workers(state)):
         return ("recovering" if failing or state.recoveries else "starting"), "cyan"
     return "running", "green"
 
@@ -168,7 +181,7 @@ def _replicas(state: State, now: float, width: int) -> RenderableType:
 
 def _unusual(state: State, replica: Replica) -> bool:
     found = any(finding.life == replica.life for finding in state.findings.values())
-    return found or replica.status is not Status.JOINED or bool(replica.failures)
+    return found or replica.status not in _AT_EASE or bool(replica.failures)
 
 
 def _crowd(replicas: list[Replica]) -> str:
@@ -241,6 +254,7 @@ def _failures(state: State, now: float) -> RenderableType | None:
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for failure, replica in sorted(recent, key=lambda pair: -pair[0].at)[:5]:
         ago = f"failed on {failure.node} {span(now - failure.at)} ago" if failure.node else "failed"
+        ago += " (injected)" if failure.injected else ""
         why = f": {failure.why}" if failure.why else ""
         grid.add_row(Text(f"↻ {replica.id}", "yellow"), f"{_replacement(replica)}; {ago}{why}")
     return grid
@@ -253,4 +267,6 @@ def _replacement(replica: Replica) -> str:
         return "to be launched again"
     if replica.status is Status.RETIRED:
         return "the run goes on without it"
+    if replica.status is Status.COMPLETED:
+        return f"#{replica.incarnation} has done its work"
     return f"#{replica.incarnation} is {replica.status.value} on {replica.node}"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rrl.cli.views.figures import number, span, stage
 
-_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red"}
+_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
 
@@ -20,17 +20,20 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     outcome = str(summary.get("outcome", "unknown"))
     title = Text(str(summary.get("run", "run")), "bold")
     title.append(f"  ● {outcome}", _COLOUR.get(outcome, "white"))
-    title.append(f"   {summary.get('steps', 0)} steps in {span(summary.get('run_seconds') or 0)}", "none")
+    trained = summary.get("steps") != 0  # a run of commands alone trains nothing
+    took = span(summary.get("run_seconds") or 0)
+    title.append(f"   {summary.get('steps', 0)} steps in {took}" if trained else f"   in {took}", "none")
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bright_black", no_wrap=True)
     facts.add_column(overflow="fold")
     if outcome != "completed" and summary.get("why"):
         facts.add_row("because", Text(str(summary["why"])))
     first, last = summary.get("reward_first10"), summary.get("reward_last10")
-    facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
-    facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
+    if trained:
+        facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
+        facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
     recoveries = summary.get("recoveries") or []
-    facts.add_row("faults", f"{summary.get('faults', 0)} injected; {len(recoveries)} recovered from")
+    facts.add_row("faults", _faults(summary.get("faults") or 0, len(recoveries), summary.get("unprovoked")))
     facts.add_row("in", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
 
@@ -58,6 +61,11 @@ def _told(one: dict[str, Any]) -> str:
     before, after = one.get("node_before") or "?", one.get("node_after") or "?"
     where = f"on {after}" if before == after else f"{before} → {after}"
     return f"{one.get('rung', '')} {where}; {'injected; ' if one.get('injected') else ''}{one.get('cause', '')}"
+
+
+def _faults(injected: int, recovered: int, unprovoked: int | None) -> str:
+    real = f", {unprovoked} of them not injected" if unprovoked and injected else ""
+    return f"{injected} injected; {recovered} recovered from{real}"
 
 
 def _share(value: float | None) -> str:

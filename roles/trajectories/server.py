@@ -33,6 +33,7 @@ from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life
 from rrl.transport.control import Incoming, Listener
 from rrl.transport.messages import Peers
+from rrl.transport.wire import TO_STORE
 
 
 def answer(store: Store, request: Request) -> Answer:
@@ -164,7 +165,8 @@ def _open_store(me: rrl.Worker) -> Store:
 
 async def _serve(me: rrl.Worker, store: Store) -> None:
     loop = asyncio.get_running_loop()
-    listener = await Listener.open(me.keys, Request, epoch=me.launch.life.incarnation, host=me.host)
+    epoch = me.launch.life.incarnation
+    listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=TO_STORE)
     server = Server(store, listener, me.progress)
 
     def heard(peers: Peers) -> None:

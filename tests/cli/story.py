@@ -75,7 +75,7 @@ class Story:
 
     # ── chapters ──────────────────────────────────────────────────────────────────────────────────────────────────
     def asks_for_nodes(self, detail: str = "") -> Story:
-        ask = Ask(f"{self.run}.pool", 5, self.job.node, 3600.0)
+        ask = Ask(f"{self.run}.pool", 5, self.job.parts[0].node, 3600.0)
         self.tell(ev.Intended(Request(ask, Why(()))))
         return self.tell(ev.AllocationChanged(ask.tag, AllocationSeen(AllocationState.PENDING, "77", (), detail)))
 

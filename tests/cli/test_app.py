@@ -17,12 +17,13 @@ from rrl.manager import submit as starting
 from rrl.manager.ledger import write_summary
 from rrl.manager.state import State
 from rrl.spec.job import Job
+from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RUNS_ENV, RunDir
 from rrl.spec.words import Outcome
 from rrl.tests.cli.story import Story, completed
 from rrl.tests.spec.jobs import JOB
 
-COMMANDS = ("submit", "status", "logs", "cancel", "list", "check")
+COMMANDS = ("submit", "status", "logs", "cancel", "list", "check", "doctor", "init")
 
 
 @pytest.fixture
@@ -225,17 +226,6 @@ def test_check_as_json_has_the_resolved_job_and_the_plan(job_toml: str, capsys: 
     assert [set(part) for part in told["plan"]] == [{"title", "text"}] * len(told["plan"])
 
 
-def test_check_for_slurm_shows_the_script_and_the_managers_job(
-    tmp_path: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path(job_toml).write_text(JOB.replace('"local"', '"slurm"') + '[slurm]\npartition = "gpu"\n')
-    assert app.run(["check", job_toml]) == 0
-    shown = capsys.readouterr().out
-    assert "#SBATCH" in shown
-    assert "partition=gpu" in shown
-    assert "manager" in shown
-
-
 @pytest.mark.parametrize("command", ["check", "submit"])
 def test_an_option_that_rrl_sets_itself_is_refused_before_anything_starts(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], command: str
@@ -263,15 +253,18 @@ def test_a_wrong_spec_is_told_line_by_line(
 def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None:
     """Starting a run is done elsewhere, and tested there: here a story is told instead."""
 
-    def submit(job: Job, source: Path) -> RunDir:
+    def create(job: Job, source: Path) -> RunDir:
         return story.written(root)
+
+    def start(run: RunDir, job: Job) -> str:
+        return ""
 
     def run_here(run: RunDir, foreground: bool = False) -> str | None:
         write_summary(run)
         return None if story.told().outcome is None else story.told().outcome
 
-    monkeypatch.setattr(starting, "submit", submit)
-    monkeypatch.setattr(starting, "create", submit)
+    monkeypatch.setattr(starting, "create", create)
+    monkeypatch.setattr(starting, "start", start)
     monkeypatch.setattr(starting, "run_here", run_here)
 
 
@@ -292,7 +285,7 @@ def test_submit_as_json_names_run_and_folder(
 
 
 @pytest.mark.parametrize("how", ["--wait", "--foreground"])
-@pytest.mark.parametrize(("outcome", "code"), [(Outcome.COMPLETED, 0), (Outcome.FAILED, 1), (Outcome.CANCELLED, 1)])
+@pytest.mark.parametrize(("outcome", "code"), [(Outcome.COMPLETED, 0), (Outcome.FAILED, 1), (Outcome.REJECTED, 2)])
 def test_a_run_that_is_waited_for_ends_in_a_summary_and_its_exit_code(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str,
     outcome: Outcome, code: int,
@@ -302,7 +295,7 @@ def test_a_run_that_is_waited_for_ends_in_a_summary_and_its_exit_code(
     shown = capsys.readouterr().out
     assert f"small-7: {outcome.value}, step 12/40, reward 0.94" in shown
     assert f"small-7  ● {outcome.value}   12 steps in 44s" in shown
-    assert app.run(["--runs-dir", str(root / how), "submit", job_toml, how, "--json"]) == 1  # the run is there already
+    assert app.run(["--runs-dir", str(root / how), "submit", job_toml, how, "--json"]) == 2  # the run is there already
 
 
 @pytest.mark.parametrize("how", ["--wait", "--foreground"])
@@ -314,15 +307,40 @@ def test_waiting_with_json_leaves_only_the_summary_on_stdout(
     assert json.loads(capsys.readouterr().out)["outcome"] == "completed"
 
 
-def test_a_start_that_fails_is_one_line_and_exit_code_1(
+def test_a_start_that_fails_is_one_line_and_exit_code_1_and_leaves_nothing(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(job: Job, source: Path) -> RunDir:
-        raise PermissionError(13, "Permission denied", "/runs")
+    def refused(run: RunDir, view: JobView) -> str:
+        raise RuntimeError("sbatch: error: Socket timed out")
 
-    monkeypatch.setattr(starting, "submit", refused)
+    monkeypatch.setattr(starting, "start_manager", refused)
     assert app.run(["submit", job_toml]) == 1
-    assert capsys.readouterr().err == "rrl: the run could not be started: [Errno 13] Permission denied: '/runs'\n"
+    assert capsys.readouterr().err == "rrl: the run could not be started: sbatch: error: Socket timed out\n"
+    assert list(root.iterdir()) == []
+
+
+def test_a_folder_of_runs_that_cannot_be_written_is_one_line_and_exit_code_2(
+    tmp_path: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()  # root may write everywhere, but not below a file
+    assert app.run(["--runs-dir", f"{tmp_path}/file/runs", "submit", job_toml]) == 2
+    told = capsys.readouterr().err
+    assert told == (f"rrl: no run can be made in {tmp_path}/file/runs: {tmp_path}/file/runs: Not a directory; name"
+                    " another folder with --runs-dir\n")  # fmt: skip
+
+
+def test_a_disk_that_is_full_is_one_line_and_exit_code_2_and_leaves_nothing(
+    root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes, mode: int = 0o600) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(starting, "write_atomically", full)
+    assert app.run(["submit", job_toml]) == 2
+    told = capsys.readouterr().err
+    assert "No space left on device" in told
+    assert told.count("\n") == 1
+    assert list(root.iterdir()) == []
 
 
 def test_a_run_that_has_ended_gets_no_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,13 +45,26 @@ def test_a_node_is_trusted_again_after_two_good_readings() -> None:
         assert len(trace.findings()) == expected, state
 
 
-def test_a_silent_agent_alone_is_a_warning_and_its_replicas_go_on() -> None:
+def test_a_silent_agent_alone_is_a_warning_and_for_as_long_again_its_own_failure() -> None:
     trace = two_nodes()
     last = trace.now
     trace.silent.add(agent_of("n1"))
-    trace.play(500)
+    trace.play(2 * LIMITS.silence - 0.5)
     assert trace.found(nextafter(trace.now, 0)) == {warn("node_lost", "n1")}
     assert trace.only().since == last
+    trace.play(1)
+    assert trace.found() == {warn("node_lost", "n1"), fail("agent_silence", agent_of("n1"))}
+    trace.play(500)
+    assert trace.found() == {warn("node_lost", "n1"), fail("agent_silence", agent_of("n1"))}
+
+
+def test_an_agent_is_not_charged_once_nobody_else_on_its_node_is_heard_either() -> None:
+    trace = two_nodes()
+    trace.silent.add(agent_of("n1"))
+    trace.play(1.5 * LIMITS.silence)
+    trace.silent |= set(ROLLOUTS[:2])
+    trace.play(LIMITS.silence)
+    assert trace.found() == {fail("node_lost", "n1")}
 
 
 def test_an_agent_and_every_replica_silent_are_two_witnesses() -> None:
@@ -74,7 +87,9 @@ def test_one_replica_that_is_still_heard_saves_the_node() -> None:
     trace = two_nodes()
     trace.silent |= {agent_of("n1"), ROLLOUTS[0]}
     trace.play(100)
-    assert trace.found() == {warn("node_lost", "n1"), fail("worker_silence", ROLLOUTS[0])}
+    assert trace.found() == {
+        warn("node_lost", "n1"), fail("worker_silence", ROLLOUTS[0]), fail("agent_silence", agent_of("n1")),
+    }  # fmt: skip
 
 
 def test_a_spare_has_no_second_witness() -> None:

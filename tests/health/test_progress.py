@@ -521,7 +521,7 @@ def test_evidence_and_since_carry_no_running_seconds() -> None:
 def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
     names = [detector.__name__ for detector in PROGRESS_DETECTORS]
     assert names[:5] == ["exit_record", "step_gone", "never_left", "never_joined", "worker_silence"]
-    assert set(names[5:]) == {"no_progress", "phase_overdue", "wait_overdue", "idle"}
+    assert set(names[5:]) == {"agent_silence", "no_progress", "phase_overdue", "wait_overdue", "idle"}
 
 
 # ── a new manager ────────────────────────────────────────────────────────────────────────────────────────────────────

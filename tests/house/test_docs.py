@@ -103,8 +103,8 @@ def test_every_key_of_job_toml_is_explained() -> None:
 
 def test_the_reference_has_every_table_of_job_toml() -> None:
     tables = set(re.findall(r"^## `\[+([a-z.*]+)\]+`", make_reference.reference(), re.MULTILINE))
-    named = {"roles.*", "roles.trainer", "roles.rollout", "phases.*"}
-    assert tables >= (set(Job.model_fields) - {"roles", "phases"}) | named
+    named = {"roles.*", "roles.trainer", "roles.rollout", "commands.*", "phases.*", "faults.planned", "faults.random"}
+    assert tables >= (set(Job.model_fields) - {"roles", "commands", "phases"}) | named
 
 
 def test_the_picture_shows_a_rollout_that_was_replaced(tmp_path: Path) -> None:
@@ -162,13 +162,12 @@ def test_a_program_of_the_readme_calls_the_worker_api_as_it_is(program: str) -> 
 
 
 _MY_CODE = """
-import os
 import torch
 from rrl.roles.trajectories.types import Segment
 
 
 class Trainer:
-    def __init__(self, manifest):
+    def __init__(self, files):
         self.weight = torch.zeros(3)
 
     def state_dict(self):
@@ -179,11 +178,8 @@ class Trainer:
         return 0.5
 
     def save(self, folder):
-        path = folder / "weight.pt"
-        with path.open("xb") as file:
-            torch.save(self.weight, file)
-            os.fsync(file.fileno())
-        return [path]
+        torch.save(self.weight, folder / "weight.pt")
+        return [folder / "weight.pt"]
 
 
 class Engine:

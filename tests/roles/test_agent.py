@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.launch import LAUNCH_ENV, Launch
 from rrl.spec.processes import Process, look
 from rrl.tests.lab.first import Lab, Manager, eventually, lab
@@ -190,6 +190,19 @@ def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_le
         asyncio.run(story(at))
 
 
+def test_an_agent_that_misses_its_manager_gives_back_the_room_that_it_had_taken(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            at.run.ballast.write_bytes(b"1")
+            await here.sees()
+            await here.sees()
+            assert at.run.ballast.exists()
+        await eventually(lambda: not at.run.ballast.exists())
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
@@ -206,13 +219,13 @@ def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: 
         asyncio.run(story(at))
 
 
-@pytest.mark.parametrize("kind", list(FaultKind))
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.FREEZE, FaultKind.KILL_STEP])
 def test_an_injected_fault_hits_its_target_and_is_reported(tmp_path: Path, kind: FaultKind) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             launch, role = await here.step(*SLEEP)
             await here.sees(launch)
-            fault = Fault("f1", kind, "rollout/0", 3)
+            fault = Fault("f1", kind, "rollout/0", At(step=3))
             await here.manager.tell(here.launch.life, Inject(fault, launch.tag))
             report = await here.manager.hears(Injected)
             assert (report.fault, report.ok) == (fault, True), report.detail
@@ -236,7 +249,8 @@ def test_a_fault_is_not_performed_on_another_node_or_on_nothing(tmp_path: Path) 
             for tag in (launch.tag, "run-1.rollout-7.1"):
                 here.manager.heard.clear()
                 await here.manager.hears(AgentBeat)
-                await here.manager.tell(here.launch.life, Inject(Fault("f1", FaultKind.KILL, "rollout/0", 3), tag))
+                fault = Fault("f1", FaultKind.KILL, "rollout/0", At(step=3))
+                await here.manager.tell(here.launch.life, Inject(fault, tag))
                 assert not (await here.manager.hears(Injected)).ok
             assert look(role.pid) is not None
 

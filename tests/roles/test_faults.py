@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rrl.roles import faults
-from rrl.roles.faults import PERFORM, NotPerformed, Target, find_target
-from rrl.spec.faults import EFFECT, FaultKind
+from rrl.roles.faults import PERFORM, NotPerformed, Target, find_target, lasts
+from rrl.spec.faults import TRAITS, Fault, FaultKind
 from rrl.spec.processes import look
 from rrl.tests.lab.first import Lab, eventually, lab
 
@@ -24,7 +24,38 @@ def target_of(at: Lab, file: str) -> Target | None:
 
 
 def test_every_kind_of_fault_has_a_performer() -> None:
-    assert PERFORM.keys() == set(FaultKind) == EFFECT.keys()
+    lasting = {FaultKind.SLOW}
+    assert PERFORM.keys() | lasting == {kind for kind, traits in TRAITS.items() if traits.processes}
+    assert all(lasts(Fault("f0", kind, seconds=1.0)) for kind in {*lasting, FaultKind.FREEZE})
+
+
+def test_out_of_memory_makes_the_next_allocation_fail_and_no_earlier_one(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+held = bytearray(2**20)
+open(os.path.join(os.path.dirname(sys.argv[1]), "begun"), "w").close()
+while not os.path.exists(sys.argv[1]):
+    held[0] += 1
+    held[0] -= 1
+    time.sleep(0.01)
+bytearray(2**26)
+"""
+
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            go = tmp_path / "go"
+            launch = at.launch(sys.executable, "-c", code, str(go))
+            step = at.start(launch)
+            target = await eventually(lambda: target_of(at, str(at.run.launch_file(launch.tag))))
+            await eventually(go.with_name("begun").exists)  # what it imports is not to be the allocation that fails
+            assert "MiB" in PERFORM[FaultKind.OUT_OF_MEMORY](target)
+            assert look(target.command.pid) is not None
+            go.touch()
+            assert await at.end_of(step) == 1
+            await eventually(lambda: "MemoryError" in at.log(launch))
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
 
 
 def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -> None:

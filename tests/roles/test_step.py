@@ -290,7 +290,7 @@ def test_the_role_sees_the_environment_of_its_launch_file_and_nothing_else(tmp_p
             launch = at.launch("env", env={"GIVEN": "1"})
             await at.end_of(at.start(launch))
             seen = dict(line.split("=", 1) for line in at.log(launch).splitlines())
-            assert seen.keys() == {"RRL_LAUNCH", "RRL_STEP", "SPT_NOENV", "PATH", "GIVEN"}
+            assert seen.keys() == {"RRL_LAUNCH", "RRL_STEP", "SPT_NOENV", "RRL_ADDRESS", "PATH", "GIVEN"}
             assert seen["RRL_LAUNCH"] == str(at.run.launch_file(launch.tag))
 
     with lab(tmp_path) as at:

@@ -67,6 +67,15 @@ def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back
     _end_well(run)
 
 
+def _last_words_kept(run: TestRun) -> list[str]:
+    """What ``rrl logs --failed`` shows of the crashed node's rollout when the node took its log along."""
+    for path in run.run.logs.glob("*.rollout-1.1.log"):
+        path.unlink()
+    told = run.call("logs", str(run.run.path), str(VICTIM), "--failed", "--json", stdout=subprocess.PIPE)
+    [failure] = [json.loads(line) for line in told.communicate(timeout=60)[0].splitlines()]
+    return [line["text"] for line in failure["lines"]]
+
+
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 40))
     before = lives(run.wait_steps(3))
@@ -77,6 +86,7 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(tmp_path:
     assert after[VICTIM][2] != node
     assert run.state().nodes[NodeName(node)].excluded
     _end_well(run)
+    assert _last_words_kept(run) == [f"{before[VICTIM][0]} is here"]
 
 
 def test_a_killed_trainer_goes_on_from_its_commit_while_rollouts_stay(tmp_path: Path) -> None:

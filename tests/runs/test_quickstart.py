@@ -16,7 +16,7 @@ VICTIM = ReplicaId("rollout/1")
 
 @pytest.mark.torch
 def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current_weights(tmp_path: Path) -> None:
-    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace("at_step = 60", "at_step = 5")
+    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace("at = \"step=60\"", "at = \"step=5\"")
     run = submit_here(tmp_path, toml)
     run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and s.replica(VICTIM).holds is not None, within=240)
     killed_at = next(s.event.step for s in reversed(run.events()) if isinstance(s.event, ev.StepCommitted))

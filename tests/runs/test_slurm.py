@@ -8,8 +8,19 @@ import time
 
 import pytest
 
+from rrl.spec.rundir import RUNS_ENV
 from rrl.spec.words import ReplicaId
-from rrl.tests.lab.runs import RRL, TestRun, check_sound, light_job, lives, others, submit_on, write_job
+from rrl.tests.lab.runs import (
+    RRL,
+    TestRun,
+    all_work,
+    check_sound,
+    light_job,
+    lives,
+    others,
+    submit_on,
+    write_job,
+)  # fmt: skip
 from rrl.tests.lab.slurm import SlurmLab
 
 pytestmark = pytest.mark.slurm
@@ -30,6 +41,17 @@ def _wait_no_jobs(lab: SlurmLab) -> None:
     while left := lab.jobs():
         assert time.monotonic() < until, left
         time.sleep(0.2)
+
+
+def _hold_all(run: TestRun) -> None:
+    """The run must not end while there is no manager, however slow the next one is to start."""
+    for index in (0, 1):
+        run.hold_in_the_middle(index)
+
+
+def _let_all_go(run: TestRun) -> None:
+    for index in (0, 1):
+        run.let_go(index)
 
 
 def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from_their_prefix(
@@ -73,24 +95,68 @@ def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab
         slurm_lab.clear()
 
 
-def test_the_managers_job_is_cancelled_and_the_next_manager_adopts_what_lives(slurm_lab: SlurmLab) -> None:
-    run = submit_on(slurm_lab, "manager", light_job("slurm", 60, spares=0))
+def _form(form: str, steps: int, rollouts: int) -> str:
+    return light_job("slurm", steps, rollouts=rollouts, spares=0).replace("spares = 0", f'form = "{form}"')
+
+
+def _managers(lab: SlurmLab, run: TestRun) -> dict[str, str]:
+    """State of each job of a manager of this run, by id."""
+    jobs = (line.split() for line in lab.jobs())
+    return {id: state for id, name, state in jobs if name == f"{run.run.id}.manager"}
+
+
+def _running_manager(lab: SlurmLab, run: TestRun) -> str:
+    managers = _managers(lab, run)
+    assert sorted(managers.values()) == ["PENDING", "RUNNING"], "one manages, the next one waits"
+    return next(id for id, state in managers.items() if state == "RUNNING")
+
+
+def test_in_a_heterogeneous_job_the_waiting_manager_takes_over_from_one_that_is_cancelled(slurm_lab: SlurmLab) -> None:
+    toml = _form("hetjob", 60, rollouts=2).replace("[task]", "one_node_components = true\n[task]", 1)
+    run = submit_on(slurm_lab, "hetjob", toml)
     before = lives(run.wait_steps(3))
-    job = next(line.split()[0] for line in slurm_lab.jobs() if f"{run.run.id}.manager" in line)
-    slurm_lab.run_as_user(["scancel", job])
+    assert {line.split()[0].partition("+")[2] for line in slurm_lab.jobs()} == {"", "0", "1", "2"}
+    slurm_lab.run_as_user(["scancel", _running_manager(slurm_lab, run)])
     step = run.state().step
-    with run.call("manage", run.run.id):
-        run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
-        kept, now = others(before, lives(run.state()), [])
-        assert now == kept, "the roles noticed"
-        _end_well(run, slurm_lab)
+    run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
+    kept, now = others(before, lives(run.state()), [])
+    assert now == kept, "the roles noticed"
+    _end_well(run, slurm_lab)
 
 
-def test_a_manager_whose_walltime_ends_is_followed_by_another_job(slurm_lab: SlurmLab) -> None:
-    run = submit_on(slurm_lab, "walltime", light_job("slurm", 60, spares=0))
+def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_the_one_whose_walltime_ends(
+    slurm_lab: SlurmLab,
+) -> None:
+    victim = ReplicaId("rollout/0")
+    run = submit_on(slurm_lab, "replica", _form("replica", 80, rollouts=1))
     before = lives(run.wait_steps(3))
-    job = next(line.split()[0] for line in slurm_lab.jobs() if f"{run.run.id}.manager" in line)
-    slurm_lab.run_as_user(["scancel", "--signal=USR2", job])  # as Slurm does before the end
+    node = before[victim][2]
+    assert node is not None
+    slurm_lab.run_as_user(["scancel", "--signal=USR2", _running_manager(slurm_lab, run)])  # as Slurm does before it
+    run.wait(lambda s: s.epoch == 2 and s.step > 3)
+    assert set(_managers(slurm_lab, run).values()) <= {"RUNNING", "COMPLETING"}
+    slurm_lab.crash(node)
+    try:
+        state = run.wait(lambda s: s.replica(victim).incarnation == 2 and all_work(s))
+        after = lives(state)
+        fresh = after[victim][2]
+        gone = [victim, ReplicaId(f"agent/{node}"), ReplicaId(f"agent/{fresh}")]
+        assert others(before, after, gone)[1] == others(before, after, gone)[0], "somebody else was touched"
+        assert state.replica(victim).allocation == f"{run.run.id}.rollout-1"
+        _end_well(run, slurm_lab)
+    finally:
+        slurm_lab.up(node)
+        slurm_lab.clear()
+
+
+def test_a_manager_in_the_pool_that_is_killed_is_followed_there_and_the_pool_ends_with_the_run(
+    slurm_lab: SlurmLab,
+) -> None:
+    run = submit_on(slurm_lab, "within", light_job("slurm", 60, spares=0, extra='[manager]\nwhere = "pool"\n'))
+    before = lives(run.wait_steps(3))
+    assert [line.split()[1:] for line in slurm_lab.jobs()] == [[f"{run.run.id}.pool", "RUNNING"]]
+    managing = [pid for pid, command in run.processes().items() if "run_here" in command]
+    os.kill(managing[0], signal.SIGKILL)
     run.wait(lambda s: s.epoch == 2 and s.step > 3)
     kept, now = others(before, lives(run.state()), [])
     assert now == kept, "the roles noticed"
@@ -105,13 +171,33 @@ def test_a_cancelled_run_leaves_no_job_no_step_and_no_process(slurm_lab: SlurmLa
     assert run.wait_end().outcome == "cancelled"
     run.wait_gone()
     _wait_no_jobs(slurm_lab)
+    states = slurm_lab.slurm("squeue", "-h", "-t", "all", "-n", f"{run.run.id}.manager", "-o", "%T").split()
+    assert sorted(states) == ["CANCELLED", "COMPLETED"], "the one that waited was not to begin"
 
 
-def test_an_unknown_partition_ends_the_run_with_slurms_own_words(slurm_lab: SlurmLab) -> None:
+@pytest.mark.parametrize("how", ["--foreground", "--wait"])
+def test_an_unknown_partition_is_refused_with_slurms_own_words_before_there_is_a_run(
+    slurm_lab: SlurmLab, how: str
+) -> None:
     toml = light_job("slurm", 10, extra='[slurm]\npartition = "nowhere"\n')
-    folder = slurm_lab.home / "nowhere"
+    folder = slurm_lab.home / f"nowhere{how}"
     slurm_lab.call_as_user(folder.mkdir)
-    done = slurm_lab.run_as_user([RRL, "submit", "--foreground", str(write_job(folder, toml))], check=False)
-    assert done.returncode == 1
-    assert "nvalid partition" in done.stdout + done.stderr
-    _wait_no_jobs(slurm_lab)
+    env = {RUNS_ENV: str(folder / "runs")}
+    job = str(write_job(folder, toml))
+    done = slurm_lab.run_as_user([RRL, "submit", how, job], check=False, env=env)
+    assert done.returncode == 2
+    assert "nvalid partition" in done.stderr
+    assert "slurm.partition: " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (folder / "runs").exists()
+    assert slurm_lab.jobs() == []
+
+
+def test_a_run_that_has_not_begun_is_taken_from_the_queue(slurm_lab: SlurmLab) -> None:
+    blocker = slurm_lab.run_as_user(["sbatch", "--parsable", "-N5", "--exclusive", "-o/dev/null", "--wrap=sleep 600"])
+    run = submit_on(slurm_lab, "queued", light_job("slurm", 10))
+    assert set(_managers(slurm_lab, run).values()) == {"PENDING"}
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(60) == 0
+    assert [line.split()[0] for line in slurm_lab.jobs()] == [blocker.stdout.strip()]
+    slurm_lab.clear()

@@ -62,8 +62,10 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def listening(keys: RunKeys = KEYS, epoch: int = 1) -> AsyncGenerator[Listener]:
-    listener = await Listener.open(keys, UP, epoch=epoch)
+async def listening(
+    keys: RunKeys = KEYS, epoch: int = 1, bounds: wire.Bounds = wire.CONTROL
+) -> AsyncGenerator[Listener]:
+    listener = await Listener.open(keys, UP, epoch=epoch, bounds=bounds)
     try:
         yield listener
     finally:
@@ -72,9 +74,10 @@ async def listening(keys: RunKeys = KEYS, epoch: int = 1) -> AsyncGenerator[List
 
 @asynccontextmanager
 async def dialling(
-    find: Callable[[], Address | None], hello: tuple[Any, ...] = (), keys: RunKeys = KEYS
-) -> AsyncGenerator[Dialer]:
-    dialer = Dialer(keys, DOWN, find, lambda: hello)
+    find: Callable[[], Address | None], hello: tuple[Any, ...] = (), keys: RunKeys = KEYS,
+    bounds: wire.Bounds = wire.CONTROL,
+) -> AsyncGenerator[Dialer]:  # fmt: skip
+    dialer = Dialer(keys, DOWN, find, lambda: hello, bounds)
     task = asyncio.create_task(dialer.run())
     try:
         yield dialer
@@ -414,13 +417,13 @@ def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest
     run(test())
 
 
-def test_a_peer_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_HWM", 5)
+def test_a_peer_that_does_not_read_blocks_nobody() -> None:
+    few = wire.Bounds(wire.CONTROL.frame, 5)
 
     async def test() -> None:
-        async with listening() as listener, Proxy(port_of(listener)) as proxy:
+        async with listening(bounds=few) as listener, Proxy(port_of(listener)) as proxy:
             via = Address(1, f"tcp://127.0.0.1:{proxy.port}")
-            async with dialling(lambda: via, (Joined("slow"),)):
+            async with dialling(lambda: via, (Joined("slow"),), bounds=few):
                 slow = (await receive(listener)).peer
                 proxy.hold()
                 for _ in range(200):

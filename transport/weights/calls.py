@@ -26,51 +26,64 @@ _MANIFEST_MAX = 64 * 2**20
 """bytes; bounds what a peer can make us allocate"""
 _SEND_BY = 30.0
 """s for one answer: who does not take it by then is cut off, so that it cannot hold an evicted version in memory"""
-_STRANGERS = 64
-"""connections that have not proved themselves yet, at most; a further one is dropped at once"""
+_STRANGERS = 128
+"""connections that have not proved themselves yet, at most; at a further one the oldest is dropped"""
 
 _log = logging.getLogger(__name__)
 
 
-class Desk:
-    """The answering end: one task per connection, all of one store."""
+class Reception:
+    """Where connections come in: a task for each, few strangers at once; who proves itself is handed to ``serve``,
+    whose return (or PipeError) ends the connection."""
 
-    def __init__(self, store: WeightStore, secret: bytes) -> None:
-        self._store = store
+    def __init__(self, secret: bytes, serve: Callable[[Line], Awaitable[None]]) -> None:
         self._secret = secret
-        self._strangers = 0
+        self._serve = serve
+        self._strangers: dict[Line, None] = {}
+        """oldest first"""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def meet(self, line: Line) -> asyncio.Task[None]:
-        """A connection came in: serve it until either end leaves."""
-        task = asyncio.get_running_loop().create_task(self._serve(line))
+    def meet(self, line: Line) -> None:
+        """A connection came in: serve it until either end leaves. The oldest stranger makes room for it, if need be:
+        a member has proved itself within milliseconds, who has not by now is none."""
+        if len(self._strangers) >= _STRANGERS:
+            next(iter(self._strangers)).abort()
+            del self._strangers[next(iter(self._strangers))]
+        self._strangers[line] = None
+        task = asyncio.get_running_loop().create_task(self._receive(line))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, line: Line) -> None:
+    async def _receive(self, line: Line) -> None:
         try:
-            await self._admit(line)
-            while await self._answer(line):
-                pass
+            try:
+                await shake_hands(line, self._secret, dialled=False)
+            finally:
+                self._strangers.pop(line, None)
+            await self._serve(line)
         except PipeError as error:
             _log.debug("a weights connection ended: %s", error)
         finally:
             line.abort()
 
-    async def _admit(self, line: Line) -> None:
-        if self._strangers >= _STRANGERS:
-            raise PipeError("too many strangers at once")
-        self._strangers += 1
-        try:
-            await shake_hands(line, self._secret, dialled=False)
-        finally:
-            self._strangers -= 1
+
+class Desk:
+    """The answering end: all connections of one store."""
+
+    def __init__(self, store: WeightStore, secret: bytes) -> None:
+        self._store = store
+        reception = Reception(secret, self._serve)
+        self.meet = reception.meet
+        self.close = reception.close
+
+    async def _serve(self, line: Line) -> None:
+        while await self._answer(line):
+            pass
 
     async def _answer(self, line: Line) -> bool:
         request = bytearray(_REQUEST.size)

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 from rrl.spec.words import Version
 from rrl.transport.weights.calls import Calls, Desk
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pipe import CONNECT_BY, PipeError, split_address
+from rrl.transport.weights.pipe import CONNECT_BY, Line, PipeError, split_address
 from rrl.transport.weights.store import WeightStore
 
 _SLICE = 256 * 2**10
 """bytes handed to the transport at once: it copies what the kernel does not take (Python 3.11)"""
-_SPARE = 64 * 2**10
+_SPARE = 4 * 2**10
+"""bytes of what comes while nothing is being received: requests are 33; a stranger must not cost more"""
+_AT_ONCE = 16
+"""connections that asyncio accepts in one go: it takes as many as the backlog that it is given before anybody looks"""
+_BACKLOG = 1024
+"""connections that the kernel holds until they are accepted: a new version is pulled by many at once"""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 """an idle connection over a cut link is noticed in 8 s; a hung peer only by our own deadlines"""
 
 
-class _TcpLine(asyncio.BufferedProtocol):
+_NOTHING = memoryview(b"")
+
+
+class TcpLine(asyncio.BufferedProtocol):
     """One connection; the kernel writes straight into the buffer that is being received.
 
     What comes when nothing is being received goes to a small spare buffer, and then reading pauses.
     """
 
-    def __init__(self, desk: Desk | None = None) -> None:
-        self._desk = desk
+    def __init__(self, meet: Callable[[Line], None] | None = None) -> None:
+        self._meet = meet
         self._transport: asyncio.Transport | None = None
-        self._failure: PipeError | None = None
-        self._spare = memoryview(bytearray(_SPARE))
-        self._stash = self._spare[:0]
+        self._failure: str | None = None
+        """text, not an exception: one that is kept holds on to every frame that it passed, and so to us"""
+        self._spare = self._stash = _NOTHING
         self._target: memoryview | None = None
         self._received: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -64,7 +73,7 @@ class _TcpLine(asyncio.BufferedProtocol):
             self._target = self._received = None
 
     def abort(self) -> None:
-        self._fail(PipeError("the connection was aborted"))
+        self._fail("the connection was aborted")
         if self._transport is not None:
             self._transport.abort()
 
@@ -81,14 +90,17 @@ class _TcpLine(asyncio.BufferedProtocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        if self._desk is not None:
-            self._desk.meet(self)
+        if self._meet is not None:
+            self._meet(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(PipeError(f"the connection was lost: {exc or 'closed by the other end'}"))
+        self._fail(f"the connection was lost: {exc or 'closed by the other end'}")
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._spare if self._target is None else self._target
+        if self._target is not None:
+            return self._target
+        self._spare = memoryview(bytearray(_SPARE))
+        return self._spare
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._target is None:
@@ -112,15 +124,34 @@ class _TcpLine(asyncio.BufferedProtocol):
 
     def _alive(self) -> asyncio.Transport:
         if self._failure is not None or self._transport is None:
-            raise self._failure or PipeError("not connected")
+            raise PipeError(self._failure or "not connected")
         return self._transport
 
-    def _fail(self, why: PipeError) -> None:
+    def _fail(self, why: str) -> None:
         if self._failure is None:
             self._failure = why
             for waiting in (self._received, self._drained):
                 if waiting is not None and not waiting.done():
-                    waiting.set_exception(why)
+                    waiting.set_exception(PipeError(why))
+
+
+async def listen(meet: Callable[[Line], None], host: str) -> tuple[asyncio.Server, int]:
+    """A server on a free port of ``host``, and the port. ``meet`` is given each connection."""
+    listening = socket.create_server((host, 0))
+    server = await asyncio.get_running_loop().create_server(lambda: TcpLine(meet), sock=listening, backlog=_AT_ONCE)
+    listening.listen(_BACKLOG)
+    return server, int(listening.getsockname()[1])
+
+
+async def dial(at: str, kind: str) -> TcpLine:
+    """Raises PipeError."""
+    host, port = split_address(at, kind)
+    try:
+        async with asyncio.timeout(CONNECT_BY):
+            _, line = await asyncio.get_running_loop().create_connection(TcpLine, host, port)
+    except (OSError, TimeoutError) as error:
+        raise PipeError(f"{at} cannot be reached: {error or type(error).__name__}") from error
+    return line
 
 
 class TcpPipe:
@@ -135,9 +166,9 @@ class TcpPipe:
 
     async def serve(self, store: WeightStore, host: str) -> str:
         desk = Desk(store, self._secret)
-        server = await asyncio.get_running_loop().create_server(lambda: _TcpLine(desk), host, 0, backlog=1024)
+        server, port = await listen(desk.meet, host)
         self._served.append((server, desk))
-        return f"tcp://{host}:{server.sockets[0].getsockname()[1]}"
+        return f"tcp://{host}:{port}"
 
     async def manifest(self, at: str, version: Version, by: float) -> Manifest:
         return await self._calls.manifest(at, version, by)
@@ -155,11 +186,5 @@ class TcpPipe:
             await desk.close()
         self._served.clear()
 
-    async def _dial(self, at: str) -> _TcpLine:
-        host, port = split_address(at, self.kind)
-        try:
-            async with asyncio.timeout(CONNECT_BY):
-                _, line = await asyncio.get_running_loop().create_connection(_TcpLine, host, port)
-        except (OSError, TimeoutError) as error:
-            raise PipeError(f"{at} cannot be reached: {error or type(error).__name__}") from error
-        return line
+    async def _dial(self, at: str) -> TcpLine:
+        return await dial(at, self.kind)

@@ -4,7 +4,9 @@ Settings and rules were measured in docs/sources.md, UCX:
 thread progress with Python futures (everything else spins a core); endpoint error handling always on (without it a
 dead peer hangs its survivor); an abort before a buffer is given up (else UCX goes on writing into freed memory);
 deadlines of our own everywhere (UCX never notices a stopped peer).
-The listener binds 0.0.0.0, ucxx has no address argument: the handshake is what keeps strangers out.
+UCX's own listener binds 0.0.0.0 and never lets go of a connection that sends it garbage (ucxx 0.52: one descriptor and
+2 KiB each, for good). It lives as long as any connection made through it. So the kernel drops whatever comes there, but
+for the moments in which somebody who has proved itself at a plain TCP door connects to it.
 
 ucxx's own ``create_endpoint`` and listener handlers break the third rule: at their connect timeout they let go of 16
 bytes that UCX still writes to. So a stopped peer crashed those who dialled it (ucxx 0.52: SIGSEGV or SIGBUS in 6 of 6
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import struct
 import threading
@@ -23,10 +26,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rrl.spec.words import Version
-from rrl.transport.weights.calls import Calls, Desk
+from rrl.transport.connections import deaf, listening
+from rrl.transport.weights.calls import Calls, Desk, Reception
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pipe import PipeError, split_address
+from rrl.transport.weights.pipe import CONNECT_BY, HANDSHAKE_BY, Line, PipeError, deadline, shake_hands, split_address
 from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.tcp import TcpLine, dial, listen
+from rrl.transport.weights.ucx_ports import cut_off_the_silent
 
 SETTINGS = {
     "UCX_TCP_RX_SEG_SIZE": "512K",  # defaults of 64K and 8K cost a factor of 3.5 to 4
@@ -37,11 +43,17 @@ SETTINGS = {
     "UCX_TCP_KEEPCNT": "3",
     "UCX_POSIX_ERROR_HANDLING": "y",  # else shared memory is silently left out
     "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_LOG_LEVEL": "error",  # it warns, on stdout, of every stranger that hangs up: a flood in the role's log
 }
 """Set before ucxx is imported, unless the environment says otherwise."""
 _TAG = struct.Struct("<Q")
+_PORT = struct.Struct("<H")
+_LET_IN_BY = 2 * HANDSHAKE_BY
+"""s for who was told UCX's port to have connected there and hung up"""
 _ABORT_NS = 10**10
 """how long an abort may wait for UCX's progress thread; measured 0 to 2 ms"""
+
+_log = logging.getLogger(__name__)
 
 
 class _Runtime:
@@ -55,6 +67,8 @@ class _Runtime:
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: Any = None
+        self.ports: frozenset[int] = frozenset()
+        """that UCX listens at by itself"""
 
     def start(self) -> Any:
         """UCX's worker for the running loop. Raises ImportError, or RuntimeError when another loop has it."""
@@ -70,7 +84,9 @@ class _Runtime:
                     from ucxx._lib_async.application_context import ApplicationContext
                 except ImportError as error:
                     raise ImportError(f"the ucx pipe needs ucxx: pip install 'rrl-slurm[ucx]' ({error})") from error
+                before = listening()
                 self._context = ApplicationContext(progress_mode="thread", enable_python_future=True)
+                self.ports = listening() - before
             self._users += 1
             self._loop = loop
             return self._context.worker
@@ -91,9 +107,10 @@ _runtime = _Runtime()
 class _UcxLine:
     """One endpoint. Tag messages keep their boundaries: each receive matches one send of the same length."""
 
-    def __init__(self, endpoint: Any, *, dialled: bool) -> None:
+    def __init__(self, endpoint: Any, door: TcpLine | None = None) -> None:
         self._endpoint = endpoint
-        self._dialled = dialled
+        self._door = door
+        """of who dialled: hung up once we are connected, and the listener behind it may close"""
         self._gone = False
         self._mine = self._theirs = 0
 
@@ -107,9 +124,11 @@ class _UcxLine:
             lambda: self._endpoint.stream_send(Array(mine)),
             lambda: self._endpoint.stream_recv(Array(theirs)),
         ]
-        for step in reversed(steps) if self._dialled else steps:
+        for step in steps if self._door is None else reversed(steps):
             await self._done(step)
         (self._theirs,) = _TAG.unpack(theirs)
+        if self._door is not None:
+            self._door.abort()
 
     async def send(self, data: bytes | memoryview) -> None:
         from ucxx._lib.arr import Array
@@ -147,10 +166,65 @@ class _UcxLine:
             self._gone = True
             self._endpoint.close_blocking(period=_ABORT_NS, max_attempts=1)
             self._endpoint.remove_close_callback()
+            if self._door is not None:
+                self._door.abort()
 
     @property
     def broken(self) -> bool:
         return self._gone or not self._endpoint.alive
+
+
+class _Door:
+    """What is open at all times: plain TCP. Who proves itself there is told UCX's port, which hears for the
+    milliseconds that it takes to connect there. (It proves itself again on that connection: a stranger may have been
+    faster.)"""
+
+    def __init__(self, secret: bytes, listener: Any) -> None:
+        self._listener = listener
+        """kept: without it nobody listens"""
+        self._told: dict[Line, None] = {}
+        """who were told the port and have not connected yet, oldest first"""
+        self._reception = Reception(secret, self._let_in)
+        self._server: asyncio.Server | None = None
+
+    async def open(self, host: str) -> int:
+        """Returns the port."""
+        self._hear(False)
+        self._server, port = await listen(self._reception.meet, host)
+        return port
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self._reception.close()
+
+    def connected(self) -> None:
+        """Somebody has connected at UCX's port. Were it not who was told, that one dials again."""
+        if self._told:
+            self._gone(next(iter(self._told)))
+
+    async def _let_in(self, line: Line) -> None:
+        if not self._told:
+            self._hear(True)
+        self._told[line] = None
+        try:
+            with deadline(line, _LET_IN_BY):
+                await line.send(_PORT.pack(self._listener.port))
+                await line.receive(memoryview(bytearray(1)))  # it says no more: it hangs up
+        finally:
+            self._gone(line)
+
+    def _gone(self, line: Line) -> None:
+        if line in self._told:
+            del self._told[line]
+            if not self._told:
+                self._hear(False)
+
+    def _hear(self, hears: bool) -> None:
+        try:
+            deaf(self._listener.port, not hears)
+        except OSError as error:  # a kernel without socket filters
+            _log.warning("UCX's port %d cannot be closed to strangers: %s", self._listener.port, error)
 
 
 class UcxPipe:
@@ -166,8 +240,9 @@ class UcxPipe:
         self._worker = _runtime.start()
         self._secret = secret
         self._calls = Calls(self._dial, secret)
-        self._served: list[tuple[Any, Desk]] = []
+        self._served: list[tuple[_Door, Desk]] = []
         self._closed = False
+        self._guard = asyncio.get_running_loop().create_task(cut_off_the_silent(_runtime.ports))
 
     async def serve(self, store: WeightStore, host: str) -> str:
         from ucxx._lib.libucxx import UCXListener
@@ -175,12 +250,17 @@ class UcxPipe:
         desk = Desk(store, self._secret)
         loop = asyncio.get_running_loop()
 
+        def met(endpoint: Any) -> None:
+            door.connected()
+            desk.meet(_UcxLine(endpoint))
+
         def meet(endpoint: Any) -> None:  # on UCX's progress thread
-            loop.call_soon_threadsafe(lambda: desk.meet(_UcxLine(endpoint, dialled=False)))
+            loop.call_soon_threadsafe(met, endpoint)
 
         listener = UCXListener.create(worker=self._worker, port=0, cb_func=meet, deliver_endpoint=True)
-        self._served.append((listener, desk))
-        return f"ucx://{host}:{listener.port}"
+        door = _Door(self._secret, listener)
+        self._served.append((door, desk))
+        return f"ucx://{host}:{await door.open(host)}"
 
     async def manifest(self, at: str, version: Version, by: float) -> Manifest:
         return await self._calls.manifest(at, version, by)
@@ -195,19 +275,27 @@ class UcxPipe:
         if self._closed:
             return
         self._closed = True
+        self._guard.cancel()
         await self._calls.close()
-        for _, desk in self._served:
+        for door, desk in self._served:
+            await door.close()
             await desk.close()
         self._served.clear()
         self._worker = None
         await asyncio.to_thread(_runtime.stop)
 
     async def _dial(self, at: str) -> _UcxLine:
-        """The endpoint only; whether anybody is there shows in its ``open``, under the handshake's deadline."""
+        """Past the door; whether UCX is reached behind it shows in ``open``, under the handshake's deadline."""
         from ucxx._lib.libucxx import UCXEndpoint
 
-        host, port = split_address(at, self.kind)
-        try:
-            return _UcxLine(UCXEndpoint.create(self._worker, host, port, True), dialled=True)
-        except Exception as error:
-            raise PipeError(f"{at} cannot be reached: {type(error).__name__}: {error}") from error
+        host, _ = split_address(at, self.kind)
+        door = await dial(at, self.kind)
+        await shake_hands(door, self._secret, dialled=True)
+        with deadline(door, CONNECT_BY):
+            told = bytearray(_PORT.size)
+            await door.receive(memoryview(told))
+            try:
+                endpoint = UCXEndpoint.create(self._worker, host, *_PORT.unpack(told), True)
+            except Exception as error:
+                raise PipeError(f"{at} cannot be reached: {type(error).__name__}: {error}") from error
+        return _UcxLine(endpoint, door)

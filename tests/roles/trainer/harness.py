@@ -17,7 +17,7 @@ from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.tokenizer import EOS
 from rrl.roles.trainer.learner import Learner, LearnerSettings
 from rrl.roles.trajectories.types import Batch, Item, Segment, Trajectory
-from rrl.spec.job import TrainerRole
+from rrl.spec.job_roles import TrainerRole
 from rrl.spec.words import Version
 
 torch.set_num_threads(1)  # the tests share their cores, and a model this small gains nothing from a second one

@@ -21,6 +21,7 @@ HOLD = "hold.{}"
 
 def main() -> None:
     with rrl.join() as me:
+        print(f"{me.launch.life} is here", flush=True)
         mark = -(int(me.launch.life.replica.split("/")[1]) * 100.0 + me.launch.life.incarnation)
         version = Version(0, 0)
         for work in me.work(at_most=8):

@@ -1,0 +1,106 @@
+"""A run goes on while strangers attack every port of it: 10,000 malformed frames and 200 half-open connections a port.
+
+A light run (real manager, store, agents and weight plane, no models) on this machine's local cluster, once with each
+weight pipe. What it costs is the growth of memory and descriptors over the attack, process by process, and whether
+anybody in the run was touched by it: restarted, suspected, or stopped. A first, smaller attack fills the pools of the
+libraries, and a quiet spell as long as the attack shows what the processes grow by themselves. Prints a table, and one
+JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rrl.benchmarks._table import print_table
+from rrl.manager import events as ev
+from rrl.spec.words import Verdict
+from rrl.tests.hostile.assault import Cost, assault, targets
+from rrl.tests.hostile.attacks import Footprint
+from rrl.tests.lab.runs import TestRun, light_job, lives, submit_here
+
+FRAMES = 10_000
+HALF_OPEN = 200
+FIRST_FRAMES = 1_000
+STEPS = 1_000_000
+"""more than any attack lasts: the run is cancelled at the end"""
+
+
+def main() -> None:
+    frames = int(sys.argv[1]) if len(sys.argv) > 1 else FRAMES
+    kinds = ["tcp"] + ["ucx"] * (importlib.util.find_spec("ucxx") is not None)
+    rows: list[list[str]] = []
+    results = [_attacked(kind, frames, rows) for kind in kinds]
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {frames} frames and {HALF_OPEN} half-open a port")
+    header = ("pipe, process", "ports", "MiB before", "most", "after", "growth", "alone", "fds before", "most", "after")
+    print_table(header, rows)
+    for kind, result in zip(kinds, results, strict=True):
+        print(f"{kind}: {result['steps_per_s_before']:.1f} steps/s before, {result['steps_per_s_during']:.1f} during")
+    print(json.dumps({
+        "frames": min(result["said"] for result in results), "half_open": HALF_OPEN,
+        "ports": sum(result["ports"] for result in results),
+        "memory_growth_max": round(max(result["memory"] for result in results), 4),
+        "fds_growth_max": max(result["descriptors"] for result in results),
+        "run_affected": any(result["affected"] for result in results),
+    }))  # fmt: skip
+
+
+def _attacked(kind: str, frames: int, rows: list[list[str]]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
+        toml = light_job("local", STEPS).replace('weights = "tcp"', f'weights = "{kind}"')
+        run = submit_here(Path(folder), toml)
+        try:
+            before = lives(run.wait_steps(20))
+            victims = targets(run)
+            assault(run, victims, FIRST_FRAMES, HALF_OPEN)
+            first, began = [Footprint.of(victim.pid) for victim in victims], time.monotonic()
+            step = run.state().step
+            run.wait(lambda state: state.step >= step + 100)
+            quiet = (run.state().step - step) / (time.monotonic() - began)
+            since = zip(victims, first, strict=True)
+            alone = [Footprint.of(victim.pid).memory / then.memory - 1 for victim, then in since]
+            step, began = run.state().step, time.monotonic()
+            costs = assault(run, victims, frames, HALF_OPEN)
+            during = (run.state().step - step) / (time.monotonic() - began)
+            step = run.state().step
+            run.wait(lambda state: state.step >= step + 10)
+            affected = lives(run.state()) != before or bool(_suspicions(run))
+            for told in _suspicions(run):
+                print(f"{kind}: {told}", file=sys.stderr)
+        finally:
+            with run.call("cancel", run.run.id) as process:
+                process.wait()
+        run.wait_gone()
+    rows += [[f"{kind}, {cost.target.name}", *_row(cost, grown)] for cost, grown in zip(costs, alone, strict=True)]
+    return {
+        "ports": sum(len(victim.ports) for victim in victims), "affected": affected,
+        "said": min(cost.said for cost in costs),
+        "memory": max(cost.memory_growth for cost in costs),
+        "descriptors": max(cost.descriptors_growth for cost in costs),
+        "steps_per_s_before": quiet, "steps_per_s_during": during,
+    }  # fmt: skip
+
+
+def _row(cost: Cost, alone: float) -> list[str]:
+    sizes = [f"{each.memory / 2**20:.1f}" for each in (cost.before, cost.worst, cost.after)]
+    counts = [str(each.descriptors) for each in (cost.before, cost.worst, cost.after)]
+    return [str(len(cost.target.ports)), *sizes, f"{cost.memory_growth:+.1%}", f"{alone:+.1%}", *counts]
+
+
+def _suspicions(run: TestRun) -> list[str]:
+    """Findings against anybody in the run."""
+    events = [stamped.event for stamped in run.events()]
+    return [
+        str(event.finding) for event in events
+        if isinstance(event, ev.FindingChanged) and event.finding.verdict is not Verdict.OK
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""``rrl inject``: order a fault. What the run does not allow, or is not its own, is refused here as by its manager."""
+
+from __future__ import annotations
+
+import getpass
+import random
+import secrets
+import sys
+import time
+
+import msgspec
+
+from rrl.cli.asking import BadInput, Failed, Reader, find_run, job_of
+from rrl.cli.mailing import PAUSE, await_taken, send
+from rrl.cli.screen import print_json
+from rrl.manager import events as ev
+from rrl.manager.journal import replay
+from rrl.manager.mailbox import Letter
+from rrl.manager.orders import refusal
+from rrl.manager.state import State
+from rrl.spec.faults import At, Fault, FaultKind, concrete, read_at
+from rrl.spec.jobview import JobView
+from rrl.spec.rundir import RunDir
+
+_FLAGS = {"needs seconds": "--for 10s", "needs amount": "--amount"}
+"""which flag gives what is missing"""
+
+
+def inject(
+    name: str, kind: str, target: str, at: str | None, seconds: str | None, amount: float, seed: int | None,
+    *, wait: bool, json: bool,
+) -> int:  # fmt: skip
+    """Exit code 0 when the order was left for the manager, or, with ``wait``, when the fault was performed."""
+    run = find_run(name)
+    reader = Reader(run)
+    state = reader.state()
+    job = state.job if state is not None else job_of(run)
+    if job is None:
+        raise Failed(f"{run.view}: it cannot be read")
+    fault = _fault(job, kind, target, at, seconds, amount, seed)
+    if why := refusal(fault, job, state):
+        flag = next((f"; add {flag}" for missing, flag in _FLAGS.items() if missing in why), "")
+        raise BadInput(f"{run.id}: {why}{flag}")
+    letter = send(run, Letter("inject", getpass.getuser(), fault=fault))
+    if not wait:
+        _say(run, fault, "ordered", json)
+        return 0
+    await_taken(run, letter, "take the order")
+    told = _await(run, reader, fault, aloud=not json)
+    if json:
+        print_json(told)
+    elif told.ok:
+        print(f"{run.id}: {_named(fault)}: {told.detail}")
+    else:
+        raise Failed(f"{run.id}: {_named(fault)} was not performed: {told.detail}")
+    return 0 if told.ok else 1
+
+
+def _fault(
+    job: JobView, kind: str, target: str, at: str | None, seconds: str | None, amount: float, seed: int | None
+) -> Fault:
+    """Raises BadInput."""
+    if kind not in set(FaultKind):
+        raise BadInput(f'no fault "{kind}"; there are {", ".join(FaultKind)}')
+    try:
+        moment = At() if at is None else read_at(at)
+        lasts = 0.0 if seconds is None else _seconds(seconds)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    draw = random.Random(seed)
+    replicas = {role.name: role.replicas for role in job.roles}
+    one = target if "/" in target else concrete(target, FaultKind(kind), replicas, draw) or target
+    return Fault(f"i{secrets.token_hex(3)}", FaultKind(kind), one, moment, lasts, amount)
+
+
+def _seconds(text: str) -> float:
+    from rrl.spec.units import seconds  # here: it brings pydantic
+
+    return seconds(text)
+
+
+def _await(run: RunDir, reader: Reader, fault: Fault, aloud: bool) -> ev.FaultInjected:
+    """What was told of it first. Raises Failed when the run ends before that."""
+    told_waiting = not aloud
+    while True:
+        state = reader.state()
+        if state is not None and fault.id in state.faults and f"fault:{fault.id}" not in state.intents:
+            for stamped in replay(run):
+                if isinstance(stamped.event, ev.FaultInjected) and stamped.event.fault == fault.id:
+                    return stamped.event
+        if state is not None and state.outcome is not None:
+            raise Failed(f"{run.id} has ended ({state.outcome.value}) before {_named(fault)} was due")
+        if state is not None and not told_waiting:
+            print(f"{run.id}: {_named(fault)} {_pending(state, fault)} ...", file=sys.stderr, flush=True)
+            told_waiting = True
+        time.sleep(PAUSE)
+
+
+def _pending(state: State, fault: Fault) -> str:
+    if fault.id in state.faults:
+        return "is being performed"
+    return "is ordered" if fault.at == At() else f"waits for {fault.at}"
+
+
+def _named(fault: Fault) -> str:
+    return f"{fault.kind.value} {fault.target}".strip()
+
+
+def _say(run: RunDir, fault: Fault, what: str, json: bool) -> None:
+    if json:
+        print_json({"run": run.id, **msgspec.to_builtins(fault)})
+    else:
+        when = "" if fault.at == At() else f" at {fault.at}"
+        print(f"{run.id}: {_named(fault)}{when} is {what} ({fault.id})")

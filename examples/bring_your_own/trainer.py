@@ -1,0 +1,50 @@
+"""A trainer of one's own: the lines of rrl's are those with `rrl`, `me` or `batch` in them."""
+
+from __future__ import annotations
+
+import torch
+from policy import Policy
+from torch import Tensor
+
+import rrl
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    policy = Policy()
+    optimizer = torch.optim.Adam(policy.parameters())
+    with rrl.join() as me:
+        optimizer.param_groups[0]["lr"] = me.settings["learning_rate"]
+        if (files := me.committed_files()) is not None:
+            saved = torch.load(files["state.pt"])
+            policy.load_state_dict(saved["policy"])
+            optimizer.load_state_dict(saved["optimizer"])
+        me.publish(me.committed or 0, rrl.pack(policy.state_dict()))
+        for batch in me.batches(after=me.committed):
+            with me.phase("train"):
+                loss = policy_loss(policy, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            with me.phase("checkpoint"):
+                file = me.checkpoint_dir(batch.number) / "state.pt"
+                torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                me.commit(batch.number, [file], {"loss": float(loss)})
+            me.publish(batch.number, rrl.pack(policy.state_dict()))
+
+
+def policy_loss(policy: Policy, batch: rrl.Batch) -> Tensor:
+    """REINFORCE, each reward against the mean of its group, weighed by the importance of tokens of older weights."""
+    trajectories = batch.trajectories
+    rewards = torch.tensor([one.training for one in trajectories])
+    groups = torch.tensor([one.group for one in trajectories])
+    means = {int(group): rewards[groups == group].mean() for group in groups.unique()}
+    advantages = rewards - torch.stack([means[one.group] for one in trajectories])
+    logprobs = policy(torch.tensor([one.prompt for one in trajectories]))
+    chosen = logprobs.gather(1, torch.tensor([one.tokens for one in trajectories]))[:, 0]
+    ratio = (chosen - torch.tensor([one.logprobs[0] for one in trajectories])).exp()
+    return -(torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).mean()
+
+
+if __name__ == "__main__":
+    main()

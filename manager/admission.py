@@ -1,0 +1,45 @@
+"""What a node or a role says of itself when it joins, judged: too little memory to lock, a GPU that is another's."""
+
+from __future__ import annotations
+
+from rrl.manager.state import State
+from rrl.spec.words import Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict
+from rrl.transport.messages import AgentHello, Hello
+
+MEMLOCK_DEFAULT = 8 * 2**20
+"""Bytes: RLIMIT_MEMLOCK where nobody raised it (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before 5.16).
+Whatever RDMA registers is locked, which for weights is gigabytes; Open MPI's FAQ asks for "unlimited"."""
+
+
+def memory_locks(hello: AgentHello, weights: str, now: float) -> Finding | None:
+    """WARN where a node has RDMA devices, but roles may lock no more memory than by default."""
+    if weights == "tcp" or not hello.rdma or hello.memlock < 0 or hello.memlock > MEMLOCK_DEFAULT:
+        return None
+    text = (
+        f"roles may lock {hello.memlock // 2**10} KiB of memory here, and RDMA ({', '.join(hello.rdma)}) needs what the"
+        " weights take: set LimitMEMLOCK=infinity for slurmd"
+    )
+    evidence = (Evidence("agent", text, now),)
+    return Finding("memlock", Verdict.WARN, Cause.FABRIC, Remedy.SUPPORT, now, evidence, node=hello.node)
+
+
+class GpusTaken:
+    """Which life has which GPU of which node, as roles say when they join. A new manager hears it from all again."""
+
+    def __init__(self) -> None:
+        self._by: dict[tuple[NodeName, str], Life] = {}
+
+    def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
+        """FAIL, about who joins, where another believed life has one of its GPUs: a step that overlaps shares the first
+        ones with all others (measured, docs/architecture.md), and both would run out of memory."""
+        life, node = hello.life, hello.node
+        for gpu in hello.gpus:
+            other = self._by.get((node, gpu))
+            if other is not None and other != life and state.believed(other):
+                text = f"{life} and {other} were both given GPU {gpu} of {node}"
+                evidence = (Evidence("worker", text, now),)
+                return Finding(
+                    "gpu_taken", Verdict.FAIL, Cause.GPU, Remedy.RESTART, now, evidence, life=life, proof=True
+                )
+        self._by.update({(node, gpu): life for gpu in hello.gpus})
+        return None

@@ -1,0 +1,61 @@
+"""Orders of people: what a letter of the mailbox becomes, and which faults are refused. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rrl.manager import events as ev
+from rrl.manager.mailbox import Letter
+from rrl.manager.state import State
+from rrl.spec.faults import MANAGER, TRAITS, Fault, Hits, unfit
+from rrl.spec.jobview import JobView
+from rrl.spec.words import AGENT
+
+
+def events_of(letter: Letter, state: State) -> list[ev.Event]:
+    """What is journaled of a letter. A refused fault is, too, with the reason."""
+    if letter.fault is None:
+        return [ev.Commanded(letter.command, letter.by, letter.id)]
+    fault = msgspec.structs.replace(letter.fault, by=letter.by or "somebody")
+    if fault.id in known_ids(state):
+        return [ev.Commanded(letter.command, letter.by, letter.id)]  # the same order again
+    events: list[ev.Event] = [ev.Ordered(fault, fault.by, letter.id)]
+    if why := refusal(fault, state.job, state):
+        events.append(ev.FaultInjected(fault.id, None, False, f"refused: {why}", fault.kind, fault.target))
+    return events
+
+
+def known_ids(state: State) -> set[str]:
+    """Faults of this run, set off or yet to come."""
+    return {*state.faults, *(one.id for one in (*state.ordered, *state.job.faults))}
+
+
+def refusal(fault: Fault, job: JobView, state: State | None) -> str:
+    """Why this run does not take that order; empty when it does. ``state``: None before its first record."""
+    if not job.faults_allowed:
+        return "its job spec allows no faults on demand ([faults] allow = true)"
+    if state is not None and state.outcome is not None:
+        return f"it has ended already: {state.outcome.value}"
+    if state is not None and state.verdict is not None:
+        return f"it is ending ({state.verdict.outcome.value})"
+    replicas = {role.name: role.replicas for role in job.roles}
+    if why := unfit(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at):
+        return why
+    role, slash, rest = fault.target.partition("/")
+    if role == AGENT and slash:
+        return _no_node(rest, state)
+    if TRAITS[fault.kind].hits is Hits.NODE and not slash:
+        return _no_node(fault.target, state)
+    if TRAITS[fault.kind].hits is Hits.REPLICA and fault.target != MANAGER:
+        if not slash:
+            return f'"{fault.target}" is no replica; a replica is written "rollout/0"'
+        if job.role(role).watch != "api" and not TRAITS[fault.kind].processes:
+            return f"{fault.target} does not use the worker API: {fault.kind} needs its help"
+    return ""
+
+
+def _no_node(node: str, state: State | None) -> str:
+    """Only nodes that the run holds are its own."""
+    held = [name for name, one in state.nodes.items() if one.allocation] if state is not None else []
+    there = f"it has {', '.join(sorted(held))}" if held else "it has none yet"
+    return "" if node in held else f'no node "{node}" in this run; {there}'

@@ -1,0 +1,122 @@
+"""``rrl check`` and what ``rrl submit`` asks of Slurm first. Slurm's commands are scripts here: what the real ones say
+is in tests/manager/test_trial.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.cli import app
+from rrl.spec.rundir import RUNS_ENV
+from rrl.tests.spec.jobs import JOB
+
+SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
+CONFIG = "echo 'AccountingStorageEnforce = associations,limits,qos'; echo 'MaxStepCount = 40000'"
+NONE_ENFORCED = "echo 'AccountingStorageEnforce = none'; echo 'MaxStepCount = 40000'"
+
+
+class Site:
+    """A login node: what its Slurm commands say, and where the runs lie."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bin, self.runs = folder / "bin", folder / "runs"
+        self.bin.mkdir()
+        self.job = folder / "job.toml"
+        monkeypatch.setenv("PATH", str(self.bin))
+        monkeypatch.setenv(RUNS_ENV, str(self.runs))
+
+    def has(self, **commands: str) -> Site:
+        for name, script in commands.items():
+            (self.bin / name).write_text(f"#!/bin/sh\n{script}\n")
+            (self.bin / name).chmod(0o755)
+        return self
+
+    def slurm(self, **commands: str) -> Site:
+        everything = {"sinfo": SINFO, "sbatch": "exit 0", "scontrol": NONE_ENFORCED, "sacctmgr": "exit 1"}
+        return self.has(**(everything | commands))
+
+    def run(self, command: str, *options: str, extra: str = "") -> int:
+        self.job.write_text(JOB.replace('"local"', '"slurm"') + extra)
+        return app.run([command, str(self.job), *options])
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    return Site(tmp_path, monkeypatch)
+
+
+def test_check_shows_every_script_the_managers_job_and_the_most_that_the_run_can_have(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert site.slurm().run("check", extra='[slurm]\npartition = "main"\n') == 0
+    shown, told = capsys.readouterr()
+    for words in ("#SBATCH --partition=main\n", "dependency = singleton\n", "'no-requeue': True", "2 to start; "):
+        assert words in shown
+    assert "limits  none that hold for this user and these options" in shown
+    assert shown.endswith("is right; nothing was submitted\n")
+    assert told == ""
+    assert not site.runs.exists()
+
+
+def test_each_form_shows_its_scripts_once(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    for form, titles in (("replica", 3), ("hetjob", 1)):
+        text = JOB.replace('kind = "local"', f'kind = "slurm"\nform = "{form}"')
+        site.job.write_text(text.replace('form = "hetjob"', 'form = "hetjob"\none_node_components = true'))
+        assert app.run(["check", str(site.slurm().job)]) == 0
+        shown = capsys.readouterr().out
+        assert shown.count("── allocation (sbatch") == titles
+        assert shown.count("#SBATCH hetjob\n") == (2 if form == "hetjob" else 0)
+        assert ("; 2 of these)" in shown) == (form == "replica")
+
+
+def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert site.slurm(scontrol="echo 'Unable to contact slurm controller' >&2; exit 1").run("check", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["warnings"] == []
+    assert told["plan"][-1]["title"] == "at most"
+    assert "limits  UNKNOWN: scontrol: Unable to contact slurm controller" in told["plan"][-1]["text"]
+
+
+@pytest.mark.parametrize("command", ["check", "submit"])
+@pytest.mark.parametrize(
+    ("commands", "extra", "line"),
+    [
+        ({}, "", 'cluster.kind is "slurm", and there is no sbatch on PATH'),
+        ({"sbatch": "exit 1", "sinfo": "echo 'fatal: Could not establish a configuration source' >&2; exit 1"}, "",
+         ":6: cluster.kind: Slurm is installed here, and no cluster is configured; use a login node"),
+        ({"sinfo": SINFO, "sbatch": "echo 'allocation failure: Invalid partition name specified' >&2; exit 1"},
+         '[slurm]\npartition = "x"\n', ":25: slurm.partition: Slurm says for pool: Invalid partition name specified"),
+        ({"sinfo": SINFO, "sbatch": "exit 0", "scontrol": CONFIG, "sacctmgr":
+          'case "$*" in *"show assoc"*) echo "astro||1||||";; *"show user"*) echo astro;; esac'}, "",
+         "the run needs 2 jobs to start, and MaxJobs of account astro is 1"),
+    ],
+)  # fmt: skip
+def test_what_could_never_start_is_one_line_exit_code_2_and_nothing_started(
+    site: Site, capsys: pytest.CaptureFixture[str], command: str, commands: dict[str, str], extra: str, line: str
+) -> None:
+    assert site.has(**commands).run(command, extra=extra) == 2
+    told = capsys.readouterr().err
+    assert line in told
+    assert told.count("\n") == 1
+    assert not site.runs.exists()
+
+
+def test_a_limit_that_replacements_could_meet_is_a_warning(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    sacctmgr = 'case "$*" in *"show assoc"*) echo "astro||||4||normal";; *"show user"*) echo astro;;' \
+               ' *"show qos"*) echo "normal|5|||";; esac'  # fmt: skip
+    assert site.slurm(scontrol=CONFIG, sacctmgr=sacctmgr).run("check") == 0
+    shown, told = capsys.readouterr()
+    assert "limit   MaxJobsPerUser of QOS normal = 5\n" in shown
+    assert "limit   GrpJobs of account astro = 4, shared with others\n" in shown
+    assert told.count("rrl: warning: the run can have ") == 2
+
+
+def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert site.slurm().run("check", extra='[env]\nvenv = "/on/nodes/venv"\npython = "/on/nodes/python"\n') == 0
+    told = capsys.readouterr().err
+    assert "warning: env.venv = '/on/nodes/venv' does not exist on this machine; it must on the nodes\n" in told
+    assert "warning: env.python = '/on/nodes/python' does not exist" in told

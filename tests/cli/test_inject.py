@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli import app
+from rrl.manager import events as ev
+from rrl.manager.actions import Perform, Why
+from rrl.manager.journal import Journal
+from rrl.manager.lease import Holder
+from rrl.manager.mailbox import Letter, letters
+from rrl.spec.faults import At, Fault, FaultKind
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import NodeName, Outcome
+from rrl.tests.cli.story import Story, completed, job_view
+from rrl.tests.cli.waiting import eventually
+
+RUN = "small-7"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    return tmp_path
+
+
+def allowing(lease: float = 10.0) -> Story:
+    job = job_view()
+    limits = msgspec.structs.replace(job.limits, lease=lease)
+    return Story(RUN, msgspec.structs.replace(job, faults_allowed=True, limits=limits)).works()
+
+
+def goes_on(story: Story, run: RunDir, *events: ev.Event) -> None:
+    """The next manager writes these, and takes the letter."""
+    told = len(story.stamped)
+    story.tell(*events)
+    journal = Journal(run, 2)
+    for stamped in story.stamped[told:]:
+        journal.append(stamped)
+    journal.close()
+
+
+def test_an_order_is_a_letter_that_holds_the_whole_fault(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = allowing().written(root)
+    words = ["inject", RUN, "freeze", "--target", "rollout/1", "--for", "5s", "--at", "step=20"]
+    assert app.run(words) == 0
+    (letter,) = letters(run)
+    assert letter.fault is not None
+    assert letter == Letter("inject", letter.by, letter.id, letter.fault)
+    assert letter.by
+    assert letter.fault == Fault(letter.fault.id, FaultKind.FREEZE, "rollout/1", At(step=20), 5.0)
+    assert capsys.readouterr().out == f"{RUN}: freeze rollout/1 at step=20 is ordered ({letter.fault.id})\n"
+
+
+def test_orders_never_share_an_id_and_are_told_as_json_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = allowing().written(root)
+    for _ in range(2):
+        assert app.run(["inject", RUN, "exit", "--target", "reward/0", "--amount", "3", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["run"], told["kind"], told["target"], told["amount"]) == (RUN, "exit", "reward/0", 3.0)
+    assert len({letter.fault.id for letter in letters(run) if letter.fault is not None}) == 2
+
+
+@pytest.mark.parametrize("target", [["--target", "rollout"], []])
+def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: Path, target: list[str]) -> None:
+    run = allowing().written(root)
+    for seed in "1111111123456789":
+        assert app.run(["inject", RUN, "kill", *target, "--seed", seed]) == 0
+    drawn = [letter.fault.target for letter in letters(run) if letter.fault is not None]
+    assert len(set(drawn[:8])) == 1
+    assert len(set(drawn)) > 1
+    assert all("/" in one for one in drawn)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["explode"], 'no fault "explode"; there are kill, freeze, slow, exit'),
+        (["kill", "--target", "judge/0"], 'no role "judge"; there are trajectories, reward, trainer, rollout'),
+        (["kill", "--target", "judge"], 'no role "judge"'),
+        (["kill", "--target", "rollout/2"], 'no replica "rollout/2"; of rollout there are 2'),
+        (["crash", "--target", "n77"], 'no node "n77" in this run; it has n1, n2, n3, n4, n5'),
+        (["kill", "--target", "agent/n77"], 'no node "n77" in this run'),
+        (["cut", "--target", "n1"], "cut needs seconds: how long it lasts; add --for 10s"),
+        (["slow", "--target", "rollout/0"], "slow needs amount, the share of time"),
+        (["kill", "--target", "rollout/0", "--for", "5s"], "kill is for good: it takes no seconds"),
+        (["kill", "--target", "rollout/0", "--for", "soon"], "write for example"),
+        (["kill", "--target", "rollout/0", "--at", "noon"], "'noon' is no moment; write \"step=5\""),
+        (["crash", "--target", "n1", "--at", "phase=train"], "at phase=train needs a replica as target"),
+        (["outage", "--target", "n1", "--for", "5s"], "outage needs no target"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
+    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], why: str
+) -> None:
+    run = allowing().written(root)
+    assert app.run(["inject", RUN, *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("rrl: ")
+    assert why in told.err
+    assert told.err.count("\n") == 1
+    assert letters(run) == []
+
+
+def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Story(RUN).works().written(root)
+    assert app.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
+    told = capsys.readouterr().err
+    assert told == f"rrl: {RUN}: its job spec allows no faults on demand ([faults] allow = true)\n"
+    assert letters(run) == []
+
+
+def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = completed(RUN)
+    run = story.written(root)
+    assert app.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert letters(run) == []
+
+
+@pytest.mark.parametrize("json_wanted", [True, False])
+@pytest.mark.parametrize("ok", [True, False])
+def test_whoever_waits_is_told_what_was_done_or_why_not(
+    root: Path, capsys: pytest.CaptureFixture[str], ok: bool, json_wanted: bool
+) -> None:
+    story = allowing()
+    run = story.written(root)
+    words = ["inject", RUN, "kill", "--target", "rollout/0", "--wait", *(["--json"] if json_wanted else [])]
+    codes: list[int] = []
+    waiting = threading.Thread(target=lambda: codes.append(app.run(words)), daemon=True)
+    waiting.start()
+    eventually(lambda: bool(letters(run)))
+    (letter,) = letters(run)
+    fault, life = letter.fault, story.life("rollout/0")
+    assert fault is not None
+    action = Perform(fault, "step", NodeName("n3"), Why(("it is due",)), life)
+    told = ev.FaultInjected(fault.id, life, ok, "SIGKILL to process group 7" if ok else "it was gone", fault.kind)
+    goes_on(story, run, ev.Ordered(fault, letter.by, letter.id), ev.Intended(action), told)
+    (run.mailbox / f"{letter.id}.json").unlink()
+    waiting.join(timeout=30)
+    assert codes == [0 if ok else 1]
+    out, err = capsys.readouterr()
+    if json_wanted:
+        assert json.loads(out)["ok"] is ok
+    elif ok:
+        assert out == f"{RUN}: kill rollout/0: SIGKILL to process group 7\n"
+    else:
+        assert f"rrl: {RUN}: kill rollout/0 was not performed: it was gone\n" in err
+
+
+def test_whoever_waits_is_told_when_the_run_ends_before(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = allowing()
+    run = story.written(root)
+    codes: list[int] = []
+    words = ["inject", RUN, "kill", "--target", "rollout/0", "--at", "step=99", "--wait"]
+    waiting = threading.Thread(target=lambda: codes.append(app.run(words)), daemon=True)
+    waiting.start()
+    eventually(lambda: bool(letters(run)))
+    (letter,) = letters(run)
+    assert letter.fault is not None
+    goes_on(
+        story, run, ev.Ordered(letter.fault, "me", letter.id), ev.RunEnded(Outcome.COMPLETED, "all steps are done")
+    )
+    (run.mailbox / f"{letter.id}.json").unlink()
+    waiting.join(timeout=30)
+    assert codes == [1]
+    assert f"rrl: {RUN} has ended (completed) before kill rollout/0 was due" in capsys.readouterr().err
+
+
+def test_without_a_living_manager_whoever_waits_is_told_how_to_start_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = allowing(lease=0.3).written(root)
+    (run.epochs / "000001").write_bytes(msgspec.json.encode(Holder("elsewhere", 1, 17)))  # its counter stands still
+    assert app.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
+    told = capsys.readouterr().err
+    assert f"no manager of {RUN} is alive to take the order; start one, which will do so: rrl manage {RUN}" in told

@@ -1,0 +1,190 @@
+"""What a stranger, or a member gone mad, can do to a port: malformed frames and connections that go no further.
+
+Everything blocks, and nothing here waits for an answer: it runs in a thread or a process beside its victim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import PROTOCOL
+
+CONNECT_BY = 4.0
+"""s; a full backlog makes the kernel try again after 1 s, and after 2 more"""
+_DEAF = 1.2
+"""s; after 1 s the kernel has tried twice"""
+_AT_ONCE = 50
+"""connections of one barrage that are open at a time: as fast as one thread can, without running out of ports"""
+
+
+# ── what is said ───────────────────────────────────────────────────────────────────────────────────────────────────
+def greeting(mechanism: bytes = b"CURVE", major: int = 3) -> bytes:
+    """ZMTP 3.1 (ZeroMQ RFC 37): signature, version, mechanism, as-server, filler."""
+    signature = b"\xff" + bytes(8) + b"\x7f"
+    return signature + bytes([major, 1]) + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def _command(body: bytes) -> bytes:
+    return bytes([4, len(body)]) + body if len(body) < 256 else b"\x06" + len(body).to_bytes(8, "big") + body
+
+
+def half_handshakes(weights: bool) -> list[bytes]:
+    """Beginnings after which a stranger falls silent: nothing, a byte, a greeting, half of a handshake."""
+    if weights:
+        return [b"", b"\1", bytes(31), bytes(32), bytes(32) + bytes(16)]
+    return [b"", b"\xff", greeting()[:40], greeting(), greeting() + _command(b"\x05HELLO" + bytes(194))[:100]]
+
+
+def malformed(chance: random.Random, recorded: bytes = b"") -> bytes:
+    """One thing that no peer of ours would say first. ``recorded``: what a member said once, to be said again."""
+    noise = chance.randbytes(chance.randrange(1, 200))
+    hello = b"\x05HELLO"
+    kinds: list[bytes] = [
+        noise,
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(4096),
+        b"\xff" * 4096,
+        greeting()[: chance.randrange(1, 64)],
+        greeting(b"NULL") + _command(b"\x05READY" + noise[:50]),
+        greeting(b"PLAIN") + _command(hello + b"\x01a\x01b"),
+        greeting(major=chance.choice((0, 1, 2, 9))) + noise,
+        greeting() + _command(hello + chance.randbytes(194)),  # of another run's key, or of none
+        greeting() + _command(hello + chance.randbytes(chance.randrange(150))),
+        greeting() + _command(b"\x08INITIATE" + chance.randbytes(260)),
+        greeting() + b"\x06" + (2 ** chance.randrange(21, 63)).to_bytes(8, "big") + noise,
+        greeting() + b"\x02" + (2**20 - 1).to_bytes(8, "big") + bytes(8192),
+        chance.randbytes(32) + chance.randbytes(32),
+        chance.randbytes(33 + 64),
+        recorded[: chance.randrange(len(recorded) + 1)] or noise,
+        recorded or noise,
+    ]
+    return chance.choice(kinds)
+
+
+def mad_frame(chance: random.Random) -> bytes:
+    """One frame that a member might send if it were broken, or of another version of rrl."""
+    good = msgspec.msgpack.encode((PROTOCOL, 0, None, {"type": "Beat", "life": ["x/0", 1], "phase": "x", "done": 1}))
+    kinds: tuple[bytes, ...] = (
+        b"", b"\xc1", b"\x91" * 500, good[: chance.randrange(1, len(good))], chance.randbytes(100), b"\xff" * 500,
+        msgspec.msgpack.encode((PROTOCOL + 1, 0, None, {"type": "Beat"})),
+        msgspec.msgpack.encode((PROTOCOL, 0, None, {"type": "NoSuchWord"})),
+        msgspec.msgpack.encode((PROTOCOL, "epoch", None, None)),
+    )  # fmt: skip
+    return chance.choice(kinds)
+
+
+# ── how it is said ─────────────────────────────────────────────────────────────────────────────────────────────────
+def barrage(at: tuple[str, int], frames: int, seed: int = 0, recorded: bytes = b"") -> int:
+    """Say ``frames`` malformed things, each on a connection of its own; half hang up, half are cut. Returns how many
+    could be said: none at a port that is deaf."""
+    chance, said = random.Random(seed), 0
+    open_now: list[socket.socket] = []
+    if deaf(at):
+        return 0
+    for _ in range(frames):
+        try:
+            connection = socket.create_connection(at, CONNECT_BY)
+        except TimeoutError:  # it has become deaf
+            break
+        except OSError:
+            continue
+        open_now.append(connection)
+        with contextlib.suppress(OSError):
+            connection.sendall(malformed(chance, recorded))
+            said += 1
+        if len(open_now) >= _AT_ONCE:
+            _hang_up(open_now, chance)
+    _hang_up(open_now, chance)
+    return said
+
+
+def deaf(at: tuple[str, int]) -> bool:
+    """Nobody can connect there."""
+    try:
+        socket.create_connection(at, _DEAF).close()
+    except TimeoutError:
+        return True
+    return False
+
+
+def _hang_up(connections: list[socket.socket], chance: random.Random) -> None:
+    for connection in connections:
+        if chance.random() < 0.5:  # a reset instead of an end
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+    connections.clear()
+
+
+@contextlib.contextmanager
+def half_open(at: tuple[str, int], count: int, weights: bool) -> Iterator[list[socket.socket]]:
+    """``count`` connections that begin a handshake and fall silent, for as long as the block lasts."""
+    beginnings = half_handshakes(weights)
+    connections: list[socket.socket] = []
+    try:
+        for number in range(0 if deaf(at) else count):
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(at, CONNECT_BY)
+                connections.append(connection)
+                connection.sendall(beginnings[number % len(beginnings)])
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def member_gone_mad(endpoint: str, keys: RunKeys, frames: int, seed: int = 0) -> None:
+    """A member of the run, by its keys, that says only what cannot be read."""
+    chance = random.Random(seed)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.DEALER) as socket_:
+        socket_.set(zmq.LINGER, 5000)
+        socket_.set(zmq.CURVE_SERVERKEY, keys.server_public.encode())
+        socket_.set(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
+        socket_.set(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
+        socket_.connect(endpoint)
+        for _ in range(frames):
+            socket_.send_multipart([mad_frame(chance) for _ in range(chance.choice((1, 1, 1, 2, 3)))])
+    context.term()
+
+
+# ── what it costs ──────────────────────────────────────────────────────────────────────────────────────────────────
+class Footprint(Struct, frozen=True):
+    """Of one process."""
+
+    memory: int
+    """bytes in memory (``Rss`` of /proc/<pid>/smaps_rollup)"""
+    descriptors: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        """Raises OSError when the process is gone."""
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        return cls(sizes["Rss"], len(os.listdir(f"/proc/{pid}/fd")))
+
+
+def ports_of(pid: int) -> list[tuple[str, int]]:
+    """Every TCP port at which the process listens, as an address to connect to."""
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == "0A" and rest[5] in inodes:
+            address, port = local.split(":")
+            ip = socket.inet_ntoa(bytes.fromhex(address)[::-1])
+            found.append(("127.0.0.1" if ip == "0.0.0.0" else ip, int(port, 16)))
+    return sorted(set(found))

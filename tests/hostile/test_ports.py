@@ -1,0 +1,273 @@
+"""Each kind of port of a run, attacked in a process of its own: what strangers do costs nothing that lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.roles.trajectories.types import Answer, GetCommitted, NotYet
+from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.tests.hostile import attacks
+from rrl.tests.hostile.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
+from rrl.tests.hostile.victim import SIZE
+from rrl.tests.transport.proxy import Proxy
+from rrl.tests.transport.weights.source import VERSION, content
+from rrl.transport.control import Address, Dialer
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import Admitted, Down, Wanted
+from rrl.transport.weights.pipe import PipeError, open_pipe
+
+SOON = 30.0
+"""s; only a broken build waits for so long"""
+FRAMES = 400
+HALF_OPEN = 200
+BOUND = 180
+"""descriptors that strangers may take at a port: the larger of both limits (64, 128), and 50 that are on their way"""
+ROUNDS = 3
+"""of the same attack: the first ones fill the pools of libraries, what counts is that one more costs nothing"""
+GROWTH = 3 * 2**20
+"""bytes that an attack may leave behind: 5 % of what a manager has"""
+WANTED = Wanted(Life(ReplicaId("rollout/0"), 1), "tag", NodeName("n1"), 1)
+
+
+class Victim:
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        self.keys = RunKeys.make()
+        self.keys.save(folder / "keys.json")
+        argv = [sys.executable, "-m", "rrl.tests.hostile.victim", kind, str(folder / "keys.json")]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.endpoint = self._process.stdout.readline().strip()
+        self.pid = self._process.pid
+        self.ports = ports_of(self.pid)
+        """all that its process listens at"""
+
+    @property
+    def weights(self) -> bool:
+        return self.kind in ("tcp", "ucx")
+
+    @property
+    def port(self) -> tuple[str, int]:
+        """The one that is told to others."""
+        return "127.0.0.1", int(self.endpoint.rpartition(":")[2])
+
+    @property
+    def footprint(self) -> Footprint:
+        return Footprint.of(self.pid)
+
+    async def serve_a_member(self) -> None:
+        """A member of the run asks, and is answered."""
+        if self.weights:
+            await self._pull()
+            return
+        async with dialling(self, self.endpoint) as dialer:
+            if self.kind == "manager":
+                assert await dialer.ask(WANTED, SOON) == Admitted("answered", True)
+            else:
+                assert await dialer.ask(GetCommitted(WANTED.life), SOON) == NotYet()
+
+    async def _pull(self) -> None:
+        """A puller whose attempt is lost in a storm asks again, as ``swarm.pull`` does."""
+        pipe, into = open_pipe(self.kind, self.keys.secret), memoryview(bytearray(SIZE))
+        try:
+            async with asyncio.timeout(SOON):
+                while True:
+                    with contextlib.suppress(PipeError):
+                        await pipe.fetch(self.endpoint, VERSION, range(SIZE), into, SOON)
+                        break
+        finally:
+            await pipe.close()
+        assert into == content(SIZE)
+
+    def recorded(self) -> bytes:
+        """Every byte that a member said while it was served."""
+
+        async def record() -> bytes:
+            async with Proxy(self.port[1]) as proxy:
+                if self.weights:  # its first words are all that is the same for tcp and for ucx's door
+                    pipe = open_pipe("tcp", self.keys.secret)
+                    try:
+                        if self.kind == "tcp":
+                            await pipe.manifest(f"tcp://127.0.0.1:{proxy.port}", VERSION, SOON)
+                        else:
+                            with pytest.raises(PipeError):
+                                await pipe.manifest(f"tcp://127.0.0.1:{proxy.port}", VERSION, 0.5)
+                    finally:
+                        await pipe.close()
+                else:
+                    async with dialling(self, f"tcp://127.0.0.1:{proxy.port}") as dialer:
+                        message = WANTED if self.kind == "manager" else GetCommitted(WANTED.life)
+                        await dialer.ask(message, SOON)
+                return bytes(proxy.from_client)
+
+        return asyncio.run(record())
+
+    def close(self) -> None:
+        self._process.communicate("", timeout=SOON)
+
+
+@asynccontextmanager
+async def dialling(victim: Victim, endpoint: str) -> AsyncIterator[Dialer]:
+    dialer = Dialer(victim.keys, Down if victim.kind == "manager" else Answer, lambda: Address(0, endpoint))
+    task = asyncio.create_task(dialer.run())
+    try:
+        yield dialer
+    finally:
+        await dialer.close()
+        await task
+
+
+@pytest.fixture(params=["manager", "store", "tcp", "ucx"], scope="module")
+def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    """One for all tests of a kind: each leaves it as it was, or fails."""
+    if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed")
+    made = Victim(request.param, tmp_path_factory.mktemp("victim"))
+    try:
+        asyncio.run(made.serve_a_member())  # libraries open what they keep at the first connection
+        yield made
+    finally:
+        made.close()
+
+
+def until(what: Callable[[], bool], told: str = "") -> None:
+    deadline = time.monotonic() + SOON
+    while not what():
+        assert time.monotonic() < deadline, told
+        time.sleep(0.05)
+
+
+def until_back(victim: Victim, before: Footprint) -> None:
+    """Until the descriptors are where they were."""
+    until(lambda: victim.footprint.descriptors <= before.descriptors, "descriptors are kept")
+
+
+def test_nothing_that_strangers_do_lasts_and_members_are_served_meanwhile(victim: Victim) -> None:
+    recorded = victim.recorded()
+
+    def attack(seed: int) -> None:
+        for port in victim.ports:
+            barrage(port, FRAMES, seed, recorded)
+        if not victim.weights:
+            member_gone_mad(victim.endpoint, victim.keys, FRAMES, seed)
+
+    for seed in range(ROUNDS):
+        before = victim.footprint
+        with half_open(victim.port, HALF_OPEN, victim.weights):
+            storm = threading.Thread(target=attack, args=(seed,))
+            storm.start()
+            asyncio.run(victim.serve_a_member())
+            assert victim.footprint.descriptors - before.descriptors <= BOUND * len(victim.ports)
+            storm.join()
+        until_back(victim, before)
+    after = victim.footprint
+    assert after.memory <= before.memory + GROWTH, (before, after)
+    asyncio.run(victim.serve_a_member())
+
+
+def test_who_falls_silent_before_it_has_proved_itself_is_cut_off(victim: Victim) -> None:
+    before = victim.footprint
+    for port in victim.ports:
+        with half_open(port, HALF_OPEN, victim.weights) as connections:
+            assert len(connections) == (0 if attacks.deaf(port) else HALF_OPEN)
+            until(lambda: victim.footprint.descriptors - before.descriptors <= BOUND)
+            if port == victim.port:
+                asyncio.run(victim.serve_a_member())
+            until_back(victim, before)
+
+
+def test_a_byte_now_and_then_does_not_hold_the_door_open(victim: Victim) -> None:
+    said = attacks.greeting() + bytes(500)
+    with socket.create_connection(victim.port) as slow:
+        ended = threading.Event()
+
+        def drip() -> None:
+            for byte in said:
+                if ended.wait(0.1):
+                    return
+                try:
+                    slow.send(bytes([byte]))
+                except OSError:
+                    return
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            until(lambda: _cut(slow))
+        finally:
+            ended.set()
+            dripping.join()
+    asyncio.run(victim.serve_a_member())
+
+
+def test_a_session_that_is_replayed_byte_for_byte_is_told_nothing_but_how_to_prove_oneself(victim: Victim) -> None:
+    recorded = victim.recorded()
+    assert len(recorded) > 64
+    with socket.create_connection(victim.port) as replayer:
+        replayer.sendall(recorded)
+        told = b""
+        while select.select([replayer], [], [], SOON)[0]:
+            try:
+                piece = replayer.recv(65536)
+            except ConnectionError:
+                break
+            if not piece:
+                break
+            told += piece
+        else:
+            raise AssertionError("it was not cut off")
+    # weights: its nonce and proof; control: its greeting, WELCOME and ERROR
+    assert len(told) <= (64 if victim.weights else 64 + 170 + 64), told
+    asyncio.run(victim.serve_a_member())
+
+
+def _cut(connection: socket.socket) -> bool:
+    """Its other end has ended it."""
+    try:
+        while select.select([connection], [], [], 0)[0]:
+            if not connection.recv(4096):
+                return True
+    except ConnectionError:
+        return True
+    return False
+
+
+# ── keys ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_member_of_another_run_is_not_answered(victim: Victim) -> None:
+    other = RunKeys.make()
+
+    async def ask() -> None:
+        if victim.weights:
+            pipe = open_pipe(victim.kind, other.secret)
+            try:
+                with pytest.raises(PipeError):
+                    await pipe.manifest(victim.endpoint, VERSION, SOON)
+            finally:
+                await pipe.close()
+            return
+        victims_server = msgspec.structs.replace(other, server_public=victim.keys.server_public)
+        for keys in (other, victims_server):  # a stranger, and one who at least knows whom it speaks to
+            dialer = Dialer(keys, Down, lambda: Address(0, victim.endpoint))
+            task = asyncio.create_task(dialer.run())
+            with pytest.raises(TimeoutError):
+                await dialer.ask(WANTED, 0.5)
+            assert not dialer.connected
+            await dialer.close()
+            await task
+
+    asyncio.run(ask())
+    asyncio.run(victim.serve_a_member())

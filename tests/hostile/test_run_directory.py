@@ -1,0 +1,269 @@
+"""What is broken, foreign or not ours in a run directory: one clear line, and nothing is made worse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pwd
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli import app
+from rrl.manager.journal import MAGIC, SCHEMA, Journal, _framed
+from rrl.manager.lease import Holder
+from rrl.manager.mailbox import letters
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.cli.story import Story, completed
+from rrl.tests.lab.first import PATIENCE, eventually
+from rrl.tests.lab.plain_user import others_can_run_us
+from rrl.tests.lab.runs import light_job
+from rrl.tests.manager.jobs import job
+from rrl.transport.control import Address, Dialer, Listener
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import Down, Goodbye, Up
+
+OWNER = pwd.getpwuid(os.geteuid()).pw_name
+COMMANDS = ("status", "logs", "cancel", "manage")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def run(root: Path) -> RunDir:
+    """A run that nobody manages, whole as a submission leaves it."""
+    made = Story("mine-1").works().written(root)
+    RunKeys.make().save(made.keys)
+    made.view.write_bytes(msgspec.json.encode(job()))
+    made.resolved.write_text(json.dumps({"source": "/nowhere/job.toml", "job": {}}))
+    return made
+
+
+def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    """The one line that a command line that goes wrong says."""
+    assert app.run(arguments) == code
+    line = capsys.readouterr().err
+    assert line.startswith("rrl: "), line
+    assert line.count("\n") == 1, line
+    assert "internal error" not in line, line
+    return line
+
+
+def newest(run: RunDir) -> Path:
+    return max(run.journal.glob("*.seg"))
+
+
+# ── the journal ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_half_a_record_at_the_end_is_ignored_and_said(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["status"]) == 0
+    whole = capsys.readouterr()
+    assert whole.err == ""
+    with newest(run).open("ab") as segment:
+        segment.write(_framed(b"x" * 100)[:50])
+    assert app.run(["status"]) == 0
+    torn = capsys.readouterr()
+    assert torn.out == whole.out
+    assert torn.err == (
+        "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored: nobody was told of it\n"
+    )
+    Journal(run, 9).close()
+    assert ": 50 bytes of an unfinished record are ignored" in capsys.readouterr().err, "its next manager says so too"
+
+
+def test_a_journal_of_another_run_is_not_taken_for_this_ones(
+    root: Path, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Story("other-1").works().written(root)
+    newest(run).write_bytes(newest(other).read_bytes())
+    for command in ("status", "manage", "cancel"):
+        assert told(capsys, 1, command, "mine-1") == (
+            f"rrl: {newest(run)}: it is the journal of other-1, not of mine-1\n"
+        )
+    assert not list(run.mailbox.iterdir())
+    assert len(list(run.journal.iterdir())) == 1, "a manager began upon it"
+
+
+@pytest.mark.parametrize(
+    ("segment", "says"),
+    [
+        (MAGIC + _framed(msgspec.msgpack.encode({"schema": SCHEMA + 1})), "written by a newer rrl (schema 2, this one"),
+        (b"#!/bin/sh\n", "not a journal of rrl (it starts with b'#!/bi')"),
+    ],
+    ids=["newer", "something else"],
+)
+def test_a_journal_that_this_rrl_cannot_read_is_left_alone(
+    run: RunDir, capsys: pytest.CaptureFixture[str], segment: bytes, says: str
+) -> None:
+    path = run.journal / "000007-000001.seg"
+    path.write_bytes(segment)
+    for command in ("status", "manage", "cancel"):
+        assert f"{path}: {says}" in told(capsys, 1, command, "mine-1")
+    assert path.read_bytes() == segment
+    assert not list(run.mailbox.iterdir())
+
+
+def test_an_empty_journal_is_a_run_that_has_not_begun(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    newest(run).write_bytes(b"")
+    assert app.run(["status"]) == 0
+    assert "its manager has not started yet" in capsys.readouterr().out
+
+
+# ── what a manager needs ───────────────────────────────────────────────────────────────────────────────────────────
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "says"),
+    [
+        ("view.json", _cut, "view.json is damaged: Input data was truncated"),
+        ("view.json", Path.unlink, "view.json: No such file or directory; without it the run cannot be managed"),
+        ("resolved.json", _cut, "resolved.json is damaged: "),
+        ("resolved.json", Path.unlink, "resolved.json: No such file or directory"),
+        ("keys.json", _cut, "keys.json is damaged: Input data was truncated; without the run's keys nobody"),
+        ("keys.json", Path.unlink, "keys.json: No such file or directory"),
+        ("keys.json", lambda path: path.chmod(0o640), "keys.json has mode 0640; the run's keys must be 0600: chmod"),
+    ],
+)  # fmt: skip
+def test_a_run_without_what_a_manager_needs_gets_none(
+    run: RunDir, capsys: pytest.CaptureFixture[str], name: str, harm: Callable[[Path], None], says: str
+) -> None:
+    harm(run.path / name)
+    assert f"{run.path}/{says}" in told(capsys, 1, "manage", "mine-1")
+    assert not list(run.epochs.iterdir()), "a manager began"
+    assert app.run(["status"]) == 0, "it can be looked at all the same"
+
+
+def test_a_second_manager_says_where_the_first_one_is_and_leaves_it_alone(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = iter(range(1, 10_000))
+    (run.epochs / "000001").write_bytes(msgspec.json.encode(Holder("node7", 4711, 0)))
+
+    def read(path: Path) -> bytes:
+        return msgspec.json.encode(Holder("node7", 4711, next(counter))) if path.parent == run.epochs else real(path)
+
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert told(capsys, 1, "manage", "mine-1") == "rrl: a manager of mine-1 lives on node7 (pid 4711)\n"
+    assert [path.name for path in run.epochs.iterdir()] == ["000001"]
+
+
+# ── whose it is ────────────────────────────────────────────────────────────────────────────────────────────────────
+NOBODY = pwd.getpwnam("nobody").pw_uid
+
+
+@pytest.fixture
+def open_root() -> Iterator[Path]:
+    """A folder of runs that every user of the machine can enter."""
+    with tempfile.TemporaryDirectory(prefix="rrl-hostile-") as folder:
+        path = Path(folder)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755], ids=["closed", "open"])
+def test_a_run_of_somebody_else_is_said_to_be_his_by_every_command(open_root: Path, mode: int) -> None:
+    """Root looks on as ``nobody``; whoever cannot become somebody else takes the rights from himself."""
+    run = Story("his-1").works().written(open_root)
+    run.path.chmod(mode)
+    other = os.geteuid() == 0 and others_can_run_us()
+    if not other:
+        if os.geteuid() == 0:  # root may enter what is 0000 too
+            return
+        run.path.chmod(0o000 if mode == 0o700 else 0o755)
+        run.journal.chmod(0o700 if mode == 0o700 else 0o000)
+    try:
+        for command in COMMANDS:
+            code = f"import sys; from rrl.cli.app import main; sys.argv[1:] = ['{command}', 'his-1']; main()"
+            done = subprocess.run(
+                [sys.executable, "-c", code], env={**os.environ, RUNS_ENV: str(open_root), "HOME": "/"}, cwd="/",
+                capture_output=True, text=True, timeout=60, user=NOBODY if other else None,
+                extra_groups=[] if other else None,
+            )  # fmt: skip
+            expected = f"rrl: his-1 is a run of {OWNER}, and only {OWNER} can look at it or change it\n"
+            assert done.returncode == 1, done.stderr
+            assert done.stderr == expected if other else "is yours, but you may not read" in done.stderr
+        assert not other or not list(run.mailbox.iterdir())
+    finally:
+        run.path.chmod(0o700)
+        run.journal.chmod(0o700)
+
+
+def test_a_letter_that_somebody_else_wrote_is_put_aside(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.mailbox / "1.json").write_text('{"command": "cancel"}')
+    (run.mailbox / "2.json").symlink_to(run.mailbox / "1.json")
+    (run.mailbox / "3.json").write_text('{"command": "cancel", "by": "me"}')
+    os.mkfifo(run.mailbox / "4.json")
+    if os.geteuid() == 0:
+        os.chown(run.mailbox / "1.json", NOBODY, -1)
+    else:  # as if: nobody but root can give a file away
+        (run.mailbox / "1.json").unlink()
+    assert [letter.id for letter in letters(run)] == ["3"]
+    said = capsys.readouterr().err
+    assert os.geteuid() != 0 or f"1.json: it is of user {NOBODY}, and the run of user 0" in said
+    assert [letter.id for letter in letters(run)] == ["3"]
+    assert not capsys.readouterr().err, "it was read again"
+
+
+# ── a full disk ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_submission_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    """The limit on file sizes stands for a full disk: the first file that does not fit ends it."""
+    (tmp_path / "job.toml").write_text(light_job("local", 5))
+    for source in (Path(__file__).parents[1] / "runs" / "light").glob("*_task.py"):
+        (tmp_path / source.name).write_text(source.read_text())
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024));"
+        f"sys.argv[1:] = ['submit', '{tmp_path}/job.toml']; from rrl.cli.app import main; main()"
+    )
+    env = {**os.environ, RUNS_ENV: str(tmp_path / "runs"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert "File too large" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
+# ── where the manager is said to be ────────────────────────────────────────────────────────────────────────────────
+def test_who_is_shown_a_wrong_address_tells_it_nothing_and_finds_its_manager_in_the_end(run: RunDir) -> None:
+    """manager.json names a port where nobody listens, then the manager of another run, is torn, and is right again."""
+    keys, life = RunKeys.load(run.keys), Life(ReplicaId("rollout/0"), 1)
+
+    async def story() -> None:
+        foreign = await Listener.open(RunKeys.make(), Up, epoch=1)
+        mine = await Listener.open(keys, Up, epoch=1)
+        dialer = Dialer(keys, Down, lambda: Address.read(run.manager), lambda: [Goodbye(life)])
+        run.manager.write_text('{"epoch": 1, "endpoint": "tcp://127.0.0.1:1"}')
+        dialling = asyncio.create_task(dialer.run())
+        await asyncio.sleep(0)
+        run.manager.write_bytes(msgspec.json.encode(foreign.address))
+        await eventually(lambda: foreign.refused)
+        assert not dialer.connected
+        run.manager.write_bytes(msgspec.json.encode(mine.address)[:20])
+        await eventually(lambda: foreign.refused > 1)
+        run.manager.write_bytes(msgspec.json.encode(mine.address))
+        assert (await asyncio.wait_for(mine.receive(), PATIENCE)).message == Goodbye(life)
+        for each in (dialer, mine, foreign):
+            await each.close()
+        await dialling
+
+    asyncio.run(story())
+
+
+def test_a_run_that_has_ended_is_whole_without_any_of_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    completed("done-1").written(root)
+    assert told(capsys, 2, "manage", "done-1") == "rrl: done-1 has ended already: completed\n"

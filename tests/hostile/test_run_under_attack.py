@@ -1,0 +1,57 @@
+"""A whole run that is attacked on all its ports while it trains, and completes as if nothing was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rrl.manager import events as ev
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.words import ReplicaId, Verdict
+from rrl.tests.hostile.assault import assault, targets
+from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
+
+FRAMES = 300
+FIRST_FRAMES = 100
+HALF_OPEN = 200
+GROWTH = 0.05
+"""of the memory of each process"""
+
+
+def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 110))
+    before = lives(run.wait_steps(3))
+    victims = targets(run)
+    named = {victim.name for victim in victims}
+    assert {"manager", "trajectories/0", "trainer/0", "rollout/0", "rollout/1"} <= named
+    assault(run, victims, FIRST_FRAMES, HALF_OPEN)  # fills the pools of the libraries
+    began = run.state().step
+    costs = assault(run, victims, FRAMES, HALF_OPEN)
+    state = run.state()
+    assert began < state.step < state.job.steps, "it did not train while it was attacked"
+    assert lives(state) == before, "somebody was touched"
+    for cost in costs:
+        assert cost.said > 0.9 * FRAMES, cost
+        assert cost.descriptors_growth <= 0, cost
+        assert cost.memory_growth <= GROWTH, cost
+    _second_process(run, ReplicaId("rollout/1"))
+    state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    assert run.summary()["recoveries"] == []
+    findings = [each.event.finding for each in run.events() if isinstance(each.event, ev.FindingChanged)]
+    assert [finding for finding in findings if finding.verdict is Verdict.FAIL] == []
+
+
+def _second_process(run: TestRun, replica: ReplicaId) -> None:
+    """The same step is launched once more: it is sent away, and the first one never knows."""
+    tag = run.state().replica(replica).step
+    assert tag is not None
+    file = str(run.run.launch_file(tag))
+    argv = [sys.executable, "-P", "-m", "rrl.roles.step", file]
+    second = subprocess.run(argv, env={**os.environ, LAUNCH_ENV: file}, capture_output=True, text=True, timeout=120)
+    assert "the other one goes on" in second.stderr, second.stderr
+    assert not run.run.exit_file(tag).exists(), "its record would be taken for the first one's"

@@ -1,0 +1,65 @@
+"""docs/faults.md holds what the code holds."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rrl.health.progress import NODE_DETECTORS, PROGRESS_DETECTORS
+from rrl.manager.ballast import MOST_FREE
+from rrl.spec.faults import AGENT_KINDS, MANAGER, TRAITS, FaultKind, Traits
+from rrl.spec.job_faults import MOST_RANDOM, FaultsTable
+from rrl.tests.house.test_docs import ROOT
+
+PAGE = ROOT / "docs" / "faults.md"
+
+
+def rows() -> dict[str, list[str]]:
+    """Cells by kind."""
+    found = re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    return {kind: [cell.strip() for cell in rest.split("|")] for kind, rest in found}
+
+
+def needs(traits: Traits) -> str:
+    seconds = "seconds" if traits.lasts else "seconds, if it is to end" if traits.ends else ""
+    return "; ".join(filter(None, ("amount" if traits.amount else "", seconds))) or "–"
+
+
+def test_every_kind_has_a_row_in_their_order() -> None:
+    assert list(rows()) == [kind.value for kind in FaultKind]
+
+
+@pytest.mark.parametrize("kind", FaultKind)
+def test_a_row_says_what_the_traits_say(kind: FaultKind) -> None:
+    _, target, needed, effect, _ = rows()[kind.value]
+    traits = TRAITS[kind]
+    assert (target, needed, effect) == (traits.hits.value, needs(traits), traits.effect.value)
+
+
+def test_agents_and_the_manager_are_named_where_they_can_be_hit() -> None:
+    done = {kind: cells[0] for kind, cells in rows().items()}
+    assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {kind.value for kind in AGENT_KINDS}
+    assert [kind for kind, text in done.items() if f"`{MANAGER}`" in text] == ["kill"]
+
+
+def test_the_detectors_that_it_names_exist() -> None:
+    names = {detector.__name__ for detector in (*PROGRESS_DETECTORS, *NODE_DETECTORS)}
+    named = {name for cells in rows().values() for name in re.findall(r"`([a-z]+_[a-z]+)`", cells[-1])}
+    assert named
+    assert named <= names
+
+
+def test_its_numbers_and_its_example_are_true() -> None:
+    text = PAGE.read_text()
+    assert f"more than {MOST_FREE // 2**30} GiB is free" in text
+    assert f"at most {MOST_RANDOM}" in text
+    (example,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    table = FaultsTable.model_validate(tomllib.loads(example)["faults"])
+    assert (len(table.planned), len(table.random)) == (1, 1)
+
+
+def test_the_reference_of_the_job_spec_points_here() -> None:
+    assert "docs/faults.md" in Path(ROOT / "spec" / "job_faults.py").read_text()

@@ -1,0 +1,74 @@
+"""A command that knows nothing of rrl is watched by what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.roles.activity import Usage, at_work, usage
+from rrl.spec.rundir import write_atomically
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.transport.messages import Beat, FirstWork, Hello
+
+ME = (4242, 77)
+HZ = 100
+
+
+@pytest.mark.parametrize(
+    ("ticks", "written", "expected"),
+    [(0, 0, False), (1, 0, False), (3, 0, True), (0, 1, True)],
+)
+def test_work_is_cpu_time_above_a_hundredth_of_a_core_or_anything_written(
+    ticks: int, written: int, expected: bool
+) -> None:
+    before, now = {ME: Usage(500, 9000)}, {ME: Usage(500 + ticks, 9000 + written)}
+    assert at_work(before, now, 2.0, HZ) is expected
+
+
+def test_a_new_process_counts_from_nothing_and_one_that_ended_counts_no_more() -> None:
+    assert at_work({ME: Usage(900, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
+    assert not at_work({ME: Usage(900, 0), (1, 1): Usage(50, 0)}, {(1, 1): Usage(50, 0)}, 2.0, HZ)
+
+
+def test_usage_is_read_of_those_that_live() -> None:
+    (used,) = usage([os.getpid(), 2**22 + 1]).values()
+    assert used.ticks > 0
+    assert used.written > 0
+
+
+PROGRAM = "import os, time\nwhile True: time.sleep(0.05); os.path.exists('go') and print('on', flush=True)"
+BEATS_OF_A_LOOK = 5
+"""at a beat of 0.1 s and a look of 0.4 s there is a look within so many beats"""
+
+
+def test_a_command_that_works_progresses_and_one_that_waits_does_not(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            go = at.run.path / "go"
+            go.touch()
+            launch = msgspec.structs.replace(
+                at.launch(sys.executable, "-c", PROGRAM, env={"RRL_BEAT": "0.1"}), watch="activity"
+            )
+            write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
+            at.start(launch, patch="from rrl.roles import activity; activity.LOOK = 0.4")
+
+            def beats() -> list[int]:
+                return [message.done for message in manager.heard if isinstance(message, Beat)]
+
+            hello = await manager.hears(Hello)
+            assert (hello.life, hello.phase) == (launch.life, "rollout")
+            await manager.hears(Beat, lambda beat: beat.done >= 2)
+            assert any(isinstance(message, FirstWork) for message in manager.heard)
+            go.unlink()
+            await eventually(lambda: len(set(beats()[-3 * BEATS_OF_A_LOOK :])) == 1, "a standstill")
+            (at.run.path / "go").touch()
+            still = beats()[-1]
+            await manager.hears(Beat, lambda beat: beat.done > still)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

@@ -1,0 +1,102 @@
+"""A role in apptainer's container: its first process is outside, and still nothing of it is lost from sight."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.manager.containers import apptainer
+from rrl.spec.jobview import ContainerView, EnvView, Resources, RoleView
+from rrl.spec.launch import Launch
+from rrl.spec.prelude import prelude
+from rrl.spec.processes import Process, look
+from rrl.spec.rundir import write_atomically
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.transport.messages import AgentHello, Gone, StepExit
+
+FAKE = Path(__file__).parent.parent / "lab" / "fake_apptainer"
+ROLE = RoleView("rollout", "rollout", 1, 1, Resources(cpus=1, gpus=1), True, (), {}, "apptainer", "box.sif")
+DAEMON = "echo $SET $PWD; (setsid sleep 1001 &) ; sleep 1000; exit 3"
+
+
+def contained(at: Lab, job: Path, command: str) -> Launch:
+    """A launch of the fake apptainer, which lies in a PATH that a line of setup makes, as a module would."""
+    programs = job / "bin"
+    programs.mkdir(parents=True)
+    (programs / "apptainer").symlink_to(FAKE)
+    argv = apptainer(ROLE, ContainerView(), str(at.run.path), str(job), ("sh", "-c", command))
+    launch = at.launch(*argv, env={"FAKE_APPTAINER_CALL": str(job / "call")})
+    setup = prelude(EnvView(setup=(f"PATH={programs}:$PATH", "export SET=up")))
+    launch = msgspec.structs.replace(launch, setup=setup)
+    write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
+    return launch
+
+
+async def daemon(at: Lab, launch: Launch) -> Process:
+    """The process that has left the role's session, once it is there."""
+
+    def there() -> Process | None:
+        ours = (process for process in at.processes(launch) if process.step)
+        return next((one for one in ours if b"1001" in Path(f"/proc/{one.pid}/cmdline").read_bytes()), None)
+
+    return await eventually(there, "the daemon")
+
+
+def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_roles(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        job = tmp_path / "job"
+        async with at.manager() as manager:
+            launch = contained(at, job, "echo $SET $PWD; exit 3")
+            at.start(launch)
+            told = await manager.hears(StepExit)
+            assert (told.code, told.why) == (3, "exited")
+            await eventually(lambda: f"up {job}" in at.log(launch))
+            assert (job / "call").read_text().splitlines() == [
+                "exec", "--no-eval", f"--bind={at.run.path}:{at.run.path}", f"--bind={job}:{job}",
+                "--bind=/dev/shm:/dev/shm", f"--pwd={job}", "--nv", f"{job}/box.sif",
+                "sh", "-c", "echo $SET $PWD; exit 3",
+            ]  # fmt: skip
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("how", ["asked", "killed"])
+def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its_step(
+    tmp_path: Path, how: str
+) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent")
+            await manager.hears(AgentHello)
+            launch = contained(at, tmp_path / "job", DAEMON)
+            step = at.start(launch)
+            inside = await daemon(at, launch)
+            if how == "asked":
+                step.terminate()
+                assert (await manager.hears(StepExit)).why == "asked"
+            else:
+                step.send_signal(9)
+                await at.end_of(step)
+                assert await manager.hears(Gone) == Gone(launch.life, launch.tag, launch.node)
+            await eventually(lambda: not at.processes(launch), "the end of all of them")
+            now = look(inside.pid)
+            assert now is None or now.started != inside.started
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_node_without_apptainer_says_so(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = msgspec.structs.replace(contained(at, tmp_path / "job", "true"), setup="")
+            write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
+            at.start(launch)
+            assert (await manager.hears(StepExit)).why.endswith("No such file or directory: 'apptainer'")
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

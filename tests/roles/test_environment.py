@@ -1,0 +1,258 @@
+"""What a node adds to a role's environment: its address, names for gloo, NCCL and UCX, GPUs, limits, an image's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.roles.environment import NOFILE, on_this_node, rdma_devices, see_all_gpus, ucx_devices
+from rrl.roles.gpus import held_gpus, held_gpus_within
+from rrl.spec.jobview import EnvView
+from rrl.spec.launch import Launch
+from rrl.spec.prelude import prelude
+from rrl.spec.rundir import write_atomically
+from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.transport.address import NoAddress, interfaces
+from rrl.transport.messages import AgentHello, StepExit
+
+HOSTILE = {
+    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "64", "SLURM_PROCID": "5", "PMI_RANK": "5", "PMIX_RANK": "5",
+    "OMPI_COMM_WORLD_RANK": "5", "SLURMD_NODENAME": "n1",
+}  # fmt: skip
+"""what torch, Hugging Face and mpi4py would take for a launch of their own"""
+
+
+def launch(**changes: object) -> Launch:
+    life = Life(ReplicaId("rollout/0"), 1)
+    return msgspec.structs.replace(
+        Launch("run.rollout-0.1", "/run", life, NodeName("n1"), (), {"PATH": "/bin"}, "/", 1.0, True), **changes
+    )
+
+
+def rewrite(at: Lab, made: Launch, **changes: object) -> Launch:
+    """The launch file anew, with something in it that the lab's own has not."""
+    made = msgspec.structs.replace(made, **changes)
+    write_atomically(at.run.launch_file(made.tag), msgspec.json.encode(made))
+    return made
+
+
+@pytest.mark.parametrize("in_image", [False, True])
+def test_no_variable_of_a_launcher_reaches_a_role(monkeypatch: pytest.MonkeyPatch, in_image: bool) -> None:
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OF_THE_IMAGE", "1")
+    seen = on_this_node(launch(in_image=in_image, network="lo"))
+    assert not seen.keys() & HOSTILE.keys()
+    assert ("OF_THE_IMAGE" in seen) is in_image
+    assert seen["PATH"] == "/bin"
+
+
+def test_the_interface_that_is_chosen_is_named_to_gloo_nccl_and_ucx_unless_the_role_says_otherwise() -> None:
+    seen = on_this_node(launch(network="127.0.0.0/8", env={"NCCL_SOCKET_IFNAME": "ib3"}))
+    assert (seen["RRL_ADDRESS"], seen["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+    assert seen["NCCL_SOCKET_IFNAME"] == "ib3"
+    assert on_this_node(launch(network="lo"))["NCCL_SOCKET_IFNAME"] == "=lo"
+
+
+def test_where_no_network_is_asked_for_libraries_choose_by_themselves() -> None:
+    assert on_this_node(launch()) == {"PATH": "/bin", "RRL_ADDRESS": "127.0.0.1"}
+
+
+def test_ucx_keeps_rdma_whatever_interface_is_chosen(tmp_path: Path) -> None:
+    assert ucx_devices("eth0", tmp_path) == "eth0"
+    (tmp_path / "net/ib0/device/infiniband/mlx5_0").mkdir(parents=True)
+    (tmp_path / "net/ib0/dev_port").write_text("1\n")
+    (tmp_path / "infiniband/mlx5_0").mkdir(parents=True)
+    assert rdma_devices(tmp_path) == ("mlx5_0",)
+    assert ucx_devices("ib0", tmp_path) == "mlx5_0:2,ib0"
+    assert ucx_devices("eth0", tmp_path) == ""
+
+
+def test_a_step_gives_the_gpus_that_slurm_gave_it_by_slurms_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_GPUS", "2,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    seen = on_this_node(launch(gpus=2, network="lo"))
+    assert (seen["RRL_GPUS"], seen["CUDA_VISIBLE_DEVICES"]) == ("2,3", "0,1")
+    assert held_gpus(seen) == ("2", "3")  # there is no driver here that knows better
+    assert held_gpus({}) == ()
+    assert "RRL_GPUS" not in on_this_node(launch(network="lo"))
+
+
+def test_the_driver_says_which_gpus_the_visible_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fake NVML of four GPUs: what CUDA_VISIBLE_DEVICES numbers are numbers among those that may be opened."""
+
+    class FakeNvml:
+        NVMLError = OSError
+
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            given: dict[str, Callable[..., object]] = {
+                "nvmlDeviceGetHandleByIndex": int, "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+            }  # fmt: skip
+            return given.get(name, lambda: None)
+
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert held_gpus({"RRL_GPUS": "6,7", "CUDA_VISIBLE_DEVICES": "2,3"}) == ("GPU-2", "GPU-3")
+    assert held_gpus({"RRL_GPUS": "6", "CUDA_VISIBLE_DEVICES": "GPU-x"}) == ("GPU-x",)
+    assert held_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}) == ()
+
+
+def test_a_step_on_a_node_without_the_network_says_what_there_is(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            made = rewrite(at, at.launch("touch", str(tmp_path / "started")), network="203.0.113.0/24")
+            at.start(made)
+            told = (await manager.hears(StepExit)).why
+            there = ", ".join(f"{one.name} {one.address}" for one in interfaces())
+            assert told == f"not started: no interface with an address in 203.0.113.0/24; there are {there}"
+            assert not (tmp_path / "started").exists()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+    with pytest.raises(NoAddress):
+        on_this_node(launch(network="nonesuch0"))
+
+
+def test_a_role_has_the_hard_limits_of_memory_locks_and_files_and_dumps_no_core(tmp_path: Path) -> None:
+    look = "import json, resource as r; print(json.dumps([r.getrlimit(n) for n in (r.RLIMIT_MEMLOCK, r.RLIMIT_NOFILE,"
+    look += " r.RLIMIT_CORE)]))"
+
+    async def story(at: Lab) -> None:
+        async with at.manager():
+            made = at.launch(sys.executable, "-c", look)
+            lower = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (256, 4096));"
+            lower += " r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
+            await at.end_of(at.start(made, patch=lower))
+            assert json.loads(at.log(made)) == [[1 << 20, 1 << 20], [4096, 4096], [0, 0]]
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= NOFILE
+
+
+def test_what_a_line_of_setup_sets_reaches_the_role_and_its_words_are_in_the_log(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            text = prelude(EnvView(setup=("export SET=up", "echo loading >&2")))
+            made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
+            at.start(made)
+            told = await manager.hears(StepExit)
+            assert (told.code, told.why) == (5, "exited")
+            await eventually(lambda: f"up {made.cwd}" in at.log(made))
+            assert "loading" in at.log(made)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_line_of_setup_that_fails_is_the_reason_in_the_exit_record_with_its_own_words(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            text = prelude(EnvView(setup=("sleep 1002 & true", "ls /no/such/place")))
+            made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
+            step = at.start(made)
+            told = (await manager.hears(StepExit)).why
+            assert told.startswith("not started: [env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
+            record = at.record(made)
+            assert record is not None
+            assert record.why == told
+            await at.end_of(step)
+            assert not at.processes(made)  # what the first line left in the background is gone too
+            assert not (tmp_path / "started").exists()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            text = prelude(EnvView(setup=(f"touch {tmp_path}/there; sleep 1003",)))
+            made = rewrite(at, at.launch("true", grace=0.5), setup=text)
+            step = at.start(made)
+            await eventually((tmp_path / "there").exists)
+            step.terminate()
+            assert (await manager.hears(StepExit)).why == "asked"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize(
+    ("setup", "probe", "said"),
+    [
+        ((), "import json, asyncio", ""),
+        (("(setsid sleep 1006 &)",), "import json", ""),
+        (("export PYTHONPATH=/opt/x",), "import os; assert os.environ['PYTHONPATH'] == '/opt/x'", ""),
+        ((), "import json, no_such_module", "failed (exit 1): ModuleNotFoundError: No module named 'no_such_module'"),
+        (("source /no/such/profile",), "", "[env] setup line 1 failed (exit 1): "),
+        ((), "import time; time.sleep(1004)", "did not end within 0.3 s"),
+    ],
+)
+def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_there(
+    tmp_path: Path, setup: tuple[str, ...], probe: str, said: str
+) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            made = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
+            within = 0.3 if "did not end" in said else 60.0
+            made = rewrite(
+                at, made, setup=prelude(EnvView(setup=setup)), probe=(sys.executable, "-c", probe), probe_within=within
+            )
+            agent = at.start(made, "agent")
+            hello = await manager.hears(AgentHello)
+            assert said in hello.probe if said else hello.probe == ""
+            assert "\n" not in hello.probe
+            assert [process.pid for process in at.processes(made)] == [agent.pid], "the probe is left behind"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_agent_on_a_node_without_the_network_says_so_and_what_its_limits_are(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            made = rewrite(at, at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), network="nonesuch0")
+            lower = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
+            at.start(made, "agent", patch=lower)
+            hello = await manager.hears(AgentHello)
+            assert hello.probe.startswith("no interface nonesuch0 with an IPv4 address; there are lo 127.0.0.1")
+            assert hello.memlock == 1 << 20
+            assert hello.nofile > 0
+            assert hello.rdma == rdma_devices()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_agent_sees_all_gpus_of_its_node() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    see_all_gpus()
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_asking_for_gpus_does_not_forget_that_it_was_cancelled() -> None:
+    """As asyncio.wait_for of Python 3.11 does now and then, if it happens at its very end: the end of a role that ends
+    at once would then never be told."""
+
+    async def asks() -> None:
+        await held_gpus_within({})
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        for turn in range(2000):
+            asking = asyncio.create_task(asks())
+            for _ in range(turn % 40):
+                await asyncio.sleep(0)
+            asking.cancel()
+            assert (await asyncio.wait([asking], timeout=30.0))[0], "it goes on"
+
+    asyncio.run(story())

@@ -1,0 +1,178 @@
+"""What lasts, and what an agent does to itself: on real steps, with a real agent and a real holder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rrl.roles.faults import HELD
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.launch import Launch
+from rrl.spec.processes import Process, look
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.roles.test_agent import SLEEP, Node, node
+from rrl.transport.messages import AgentBeat, Inject, Injected
+
+SLOW = Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5)
+SPINS = ("sh", "-c", "while :; do :; done")
+
+
+def state(process: Process) -> str:
+    """``T``: stopped."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def runs(process: Process) -> None:
+    """It is not stopped, again and again for longer than anybody who slows it would leave it alone."""
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+    deadline = since + 30.0
+    while loop.time() - since < 0.5:
+        if state(process) == "T":
+            since = loop.time()
+        assert loop.time() < deadline, "it is still stopped now and then"
+        await asyncio.sleep(0.005)
+
+
+async def order(here: Node, launch: Launch, fault: Fault) -> Injected:
+    await here.manager.tell(here.launch.life, Inject(fault, launch.tag))
+    answer = await here.manager.hears(Injected)
+    assert (answer.ok, answer.life, answer.node) == (True, launch.life, here.launch.node), answer
+    return answer
+
+
+def mark(at: Lab, launch: Launch) -> Path:
+    return Path(f"{at.run.launch_file(launch.tag)}{HELD}")
+
+
+def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP)
+            await here.sees(launch)
+            answer = await order(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1.0))
+            assert f"process group {role.pid}" in answer.detail
+            await eventually(lambda: state(role) == "T")
+            over = await here.manager.hears(Injected, lambda answer: answer.ended)
+            assert over.detail == "SIGCONT: it runs again"
+            assert state(role) == "S"
+            assert not mark(at, launch).exists()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_who_is_slowed_runs_and_stands_by_turns_until_the_time_is_over(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SPINS)
+            await here.sees(launch)
+            await order(here, launch, Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5, seconds=2.0))
+            for wanted in "TRTR":
+                await eventually(lambda wanted=wanted: state(role) == wanted)  # type: ignore[misc]
+            await here.manager.hears(Injected, lambda answer: answer.ended)
+            await runs(role)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_who_is_slowed_runs_on_once_the_agent_is_gone_however_it_went(tmp_path: Path, number: signal.Signals) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SPINS)
+            await here.sees(launch)
+            await order(here, launch, SLOW)
+            await eventually(lambda: state(role) == "T")
+            here.agent.send_signal(number)
+            await at.end_of(here.agent)
+            await runs(role)
+            await eventually(lambda: not mark(at, launch).exists())
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_the_next_agent_lets_go_what_a_holder_that_was_killed_too_has_left_stopped(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP)
+            await here.sees(launch)
+            await order(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
+            await eventually(lambda: state(role) == "T")
+            holder = int(mark(at, launch).read_text().partition(".")[0])
+            here.agent.send_signal(signal.SIGSTOP)  # so that it does not see its holder's end
+            os.kill(holder, signal.SIGKILL)
+            here.agent.kill()
+            await at.end_of(here.agent)
+            assert state(role) == "T"
+            at.start(at.launch(replica="agent/local1", incarnation=2, env={"RRL_BEAT": "0.1"}), "agent")
+            await runs(role)
+            assert not mark(at, launch).exists()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_holder_that_is_killed_leaves_its_target_running_and_the_agent_says_so(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP)
+            await here.sees(launch)
+            await order(here, launch, Fault("f1", FaultKind.FREEZE, "rollout/0", seconds=1000.0))
+            await eventually(lambda: state(role) == "T")
+            os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
+            over = await here.manager.hears(Injected, lambda answer: answer.ended)
+            assert over.detail == "its holder was killed"
+            assert state(role) == "S"
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_agent_kills_itself_only_after_it_has_said_so(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP)
+            await here.sees(launch)
+            await order(here, here.launch, Fault("f1", FaultKind.KILL, "agent/local1"))
+            assert await at.end_of(here.agent) == -signal.SIGKILL
+            assert look(role.pid) is not None
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_agent_that_is_frozen_for_a_time_goes_on_beating(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            await here.sees()
+            await order(here, here.launch, Fault("f1", FaultKind.FREEZE, "agent/local1", seconds=0.5))
+            agent = look(here.agent.pid)
+            assert agent is not None
+            await eventually(lambda: state(agent) == "T")
+            await here.manager.hears(Injected, lambda answer: answer.ended)
+            here.manager.heard.clear()
+            await here.manager.hears(AgentBeat)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+@pytest.mark.parametrize("kind", [FaultKind.EXIT, FaultKind.CRASH])
+def test_what_is_not_an_agents_to_do_is_not_done(tmp_path: Path, kind: FaultKind) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            launch, role = await here.step(*SLEEP)
+            await here.sees(launch)
+            await here.manager.tell(here.launch.life, Inject(Fault("f1", kind, "rollout/0"), launch.tag))
+            assert not (await here.manager.hears(Injected)).ok
+            assert look(role.pid) is not None
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

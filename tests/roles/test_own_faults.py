@@ -1,0 +1,156 @@
+"""What a role does to itself, in real processes that use the worker API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.launch import LAUNCH_ENV, Launch
+from rrl.tests.lab.first import PATIENCE
+from rrl.tests.roles.test_worker import Manager, Scene, play, scene
+from rrl.tests.roles.trajectories import crew
+from rrl.transport.messages import Beat, FirstWork, Inject, Injected
+
+__all__ = ["scene"]
+
+WORKS = """
+import time, rrl
+with rrl.join() as me:
+    with me.phase("score"):
+        while True:
+            time.sleep(0.01)
+            me.progress()
+"""
+COMPUTES = """
+import time, rrl
+with rrl.join() as me:
+    me.progress()
+    time.sleep(1000)
+"""
+
+
+@contextlib.asynccontextmanager
+async def role(scene: Scene, manager: Manager, code: str) -> AsyncIterator[tuple[Launch, asyncio.subprocess.Process]]:
+    """A process that has begun to work; ended with the test."""
+    launch = scene.launch(crew.REWARD)
+    env = {"PATH": "/usr/bin:/bin", "RRL_BEAT": "0.05", LAUNCH_ENV: str(scene.at.run.launch_file(launch.tag))}
+    argv = [sys.executable, "-P", "-c", code]
+    child = await asyncio.create_subprocess_exec(*argv, env=env, stderr=asyncio.subprocess.PIPE)
+    try:
+        await manager.hears(FirstWork)
+        yield launch, child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+def size_of(pid: int) -> int:
+    """Bytes of its address space: what the agent limits it to."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+async def order(manager: Manager, launch: Launch, fault: Fault, tag: str = "") -> Injected:
+    await manager.tell(launch.life, Inject(fault, tag or launch.tag))
+    return await manager.hears(Injected)
+
+
+@pytest.mark.parametrize("code", [WORKS, COMPUTES], ids=["working", "in a long computation"])
+def test_a_role_told_to_exit_does_so_with_that_code_whatever_it_is_doing(scene: Scene, code: str) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role(scene, manager, code) as (launch, child):
+            answer = await order(manager, launch, Fault("f1", FaultKind.EXIT, amount=3))
+            assert (answer.ok, answer.life, answer.detail) == (True, launch.life, "it ends itself with exit code 3")
+            assert await asyncio.wait_for(child.wait(), PATIENCE) == 3
+
+    play(story)
+
+
+def test_an_exception_is_raised_in_the_roles_own_code_at_its_next_call(scene: Scene) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+            answer = await order(manager, launch, Fault("f7", FaultKind.EXCEPTION))
+            assert answer.ok, answer.detail
+            _, said = await asyncio.wait_for(child.communicate(), PATIENCE)
+            assert child.returncode == 1
+            assert 'File "<string>", line 7' in said.decode()  # me.progress()
+            assert "InjectedError: injected fault f7" in said.decode()
+
+    play(story)
+
+
+def test_nothing_is_raised_or_told_before_the_role_calls(scene: Scene) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role(scene, manager, COMPUTES) as (launch, child):
+            await manager.tell(launch.life, Inject(Fault("f1", FaultKind.EXCEPTION), launch.tag))
+            second = Fault("f2", FaultKind.ENGINE_DEAD)
+            answer = await order(manager, launch, second)  # heard after the first one
+            assert (answer.fault, answer.ok, answer.detail) == (second, False, "exception is still to strike")
+            assert child.returncode is None
+
+    play(story)
+
+
+def test_with_its_engine_dead_a_role_beats_on_and_makes_no_progress(scene: Scene) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+            assert (await order(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD))).ok
+            manager.heard.clear()
+            first = await manager.hears(Beat)
+            for _ in range(5):
+                manager.heard.clear()
+                beat = await manager.hears(Beat)
+                assert (beat.phase, beat.done) == ("score", first.done)
+            assert child.returncode is None
+
+    play(story)
+
+
+def test_out_of_memory_strikes_a_role_that_lives_on_what_it_has(scene: Scene) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+            resource.prlimit(child.pid, resource.RLIMIT_AS, (size_of(child.pid), resource.RLIM_INFINITY))
+            await manager.tell(launch.life, Inject(Fault("f1", FaultKind.OUT_OF_MEMORY), launch.tag))
+            _, said = await asyncio.wait_for(child.communicate(), PATIENCE)
+            assert child.returncode not in (0, None)
+            assert b"MemoryError" in said or b"allocate memory" in said
+
+    play(story)
+
+
+def test_an_engine_that_is_dead_for_a_time_goes_on_then(scene: Scene) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, _):
+            await order(manager, launch, Fault("f1", FaultKind.ENGINE_DEAD, seconds=0.3))
+            await manager.hears(Injected, lambda answer: answer.ended)
+            manager.heard.clear()
+            first = await manager.hears(Beat)
+            await manager.hears(Beat, lambda beat: beat.done > first.done)
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tag", "why"),
+    [(FaultKind.EXIT, "run-1.rollout-0.1", "was meant"), (FaultKind.KILL, "", "cannot do kill to itself")],
+)
+def test_a_role_does_nothing_that_is_not_its_own_or_not_its_to_do(
+    scene: Scene, kind: FaultKind, tag: str, why: str
+) -> None:
+    async def story() -> None:
+        async with scene.manager() as manager, role(scene, manager, WORKS) as (launch, child):
+            answer = await order(manager, launch, Fault("f1", kind, amount=3), tag)
+            assert not answer.ok
+            assert why in answer.detail
+            manager.heard.clear()
+            await manager.hears(Beat)
+            assert child.returncode is None
+
+    play(story)

@@ -1,0 +1,59 @@
+"""The shipped examples of programs that are not rrl's, as they stand, each with its kills."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.spec.load import load_job
+from rrl.tests.lab.runs import TestRun, check_records, check_sound, submit_here
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SHIPPED = sorted(EXAMPLES.rglob("*.toml"))
+
+
+def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
+    return {one["replica"]: one for one in run.summary()["recoveries"]}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_a_shipped_job_is_right(path: Path) -> None:
+    assert load_job(path).view("python").roles
+
+
+@pytest.mark.torch
+def test_a_trainer_and_a_rollout_of_ones_own_learn_though_each_is_killed(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "bring_your_own", tmp_path, dirs_exist_ok=True)
+    toml = (tmp_path / "job.toml").read_text()
+    for old, new in (("steps = 150", "steps = 60"), ("step=30", "step=10"), ("step=60", "step=25")):
+        assert old in toml
+        toml = toml.replace(old, new)
+    run = submit_here(tmp_path, toml)
+    state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", 60), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    recovered = _recovered(run)
+    assert recovered.keys() == {"rollout/1", "trainer/0"}
+    assert all(one["injected"] for one in recovered.values())
+    first, last = (run.summary()[f"reward_{which}"] for which in ("first10", "last10"))
+    assert last > first + 0.2, "it did not learn"
+
+
+def test_any_program_is_watched_and_starts_again_when_it_dies(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "any_command", tmp_path / "any_command")
+    toml = (EXAMPLES / "any_command.toml").read_text()
+    for old, new in (("until = 40", "until = 20"), ("seq 20", "seq 10")):
+        assert old in toml
+        toml = toml.replace(old, new)
+    run = submit_here(tmp_path, toml)
+    state = run.wait_end()
+    assert state.outcome == "completed", state.why
+    run.wait_gone()
+    check_records(run.run)
+    assert _recovered(run).keys() == {"counter/0", "plain/0"}
+    counted = (run.run.path / "counter-0.count").read_text()
+    assert counted == "20", "the second life did not go on where the first one died"

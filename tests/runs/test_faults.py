@@ -1,0 +1,155 @@
+"""Faults on demand on a whole run: every kind that can be done here is really done, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from rrl.manager import events as ev
+from rrl.manager.mailbox import Letter
+from rrl.manager.state import Status
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.processes import look
+from rrl.spec.rundir import write_atomically
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.mounts import own_mounts
+from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_here
+
+PLANNED = [
+    ("kill", "agent/local2", 1, ""),
+    ("kill", "rollout/0", 2, ""),
+    ("exit", "reward/0", 4, "amount = 3"),
+    ("slow", "rollout/1", 4, 'amount = 0.3\nseconds = "2s"'),
+    ("engine_dead", "rollout/2", 5, ""),
+    ("exception", "trainer/0", 6, ""),
+    ("freeze", "rollout/0", 8, ""),
+    ("kill", "trajectories/0", 12, ""),
+    ("out_of_memory", "rollout/1", 14, ""),
+    ("crash", "rollout/2", 18, ""),
+]
+STEPS = 100
+"""at a tenth of a second each, so that the run is not over before the dead agent is replaced"""
+RECOVERED = {
+    "rollout/0": 2, "reward/0": 1, "rollout/2": 2, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 1,
+}  # fmt: skip
+"""by replica: how often it must come back from what is planned"""
+HANGS_ARE_FOUND = """
+[recovery]
+backoff = "100ms"
+per_node = 5
+[phases.generate]
+shortest = "6s"
+longest = "6s"
+"""
+
+
+AGENT = ReplicaId("agent/local2")
+
+
+def _faults() -> str:
+    tables = [
+        f'[[faults.planned]]\nkind = "{kind}"\ntarget = "{target}"\nat = "step={step}"\n{more}\n'
+        for kind, target, step, more in PLANNED
+    ]
+    return "[faults]\nallow = true\n" + "".join(tables)
+
+
+def _inject(run: TestRun, *words: str) -> tuple[int, str, str]:
+    process = run.call("inject", run.run.id, *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def _told(run: TestRun) -> list[ev.FaultInjected]:
+    return [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.FaultInjected)]
+
+
+def _orders(run: TestRun) -> None:
+    """What people order meanwhile: done, refused by the command, refused by the manager."""
+    code, out, err = _inject(run, "freeze", "--target", "agent/local7", "--for", "300ms", "--wait")
+    assert (code, "SIGSTOP to pid" in out) == (0, True), err
+    code, _, err = _inject(run, "kill", "--target", "judge/0")
+    assert (code, err.count("\n")) == (2, 1)
+    code, _, err = _inject(run, "cut", "--target", "local2", "--for", "1s", "--wait")
+    assert code == 1
+    assert "was not performed: refused: the local cluster has no network" in err
+    stranger = Fault("stranger", FaultKind.KILL, "judge/0")
+    write_atomically(run.run.mailbox / "9.json", msgspec.json.encode(Letter("inject", "eve", fault=stranger)))
+    run.wait(lambda state: "stranger" in state.faults)
+
+
+def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp_path: Path) -> None:
+    toml = light_job("local", STEPS, rollouts=3, spares=2, extra=HANGS_ARE_FOUND + _faults())
+    run = submit_here(tmp_path, toml.replace('quiet = "10s"', 'quiet = "10s"\nfirst_pass = "1s"'))
+    run.wait(lambda state: state.replica(ReplicaId("reward/0")).status is Status.JOINED)
+    _orders(run)
+    run.wait(lambda state: {f"f{i}" for i in range(len(PLANNED))} <= set(state.faults))
+    run.wait(lambda state: state.replica(AGENT).incarnation == 2 and state.replica(AGENT).status is Status.JOINED)
+    manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
+    assert _inject(run, "kill", "--target", "manager")[0] == 0
+    run.wait(lambda state: look(manager) is None)
+    with run.call("manage", run.run.id):
+        run.wait(lambda state: state.epoch == 2 and all_work(state))
+        state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", STEPS), state.why
+    run.wait_gone()
+    check_sound(run.run)
+
+    performed = {told.fault: told for told in _told(run) if told.ok and not told.ended}
+    for index, (kind, target, _, _) in enumerate(PLANNED):
+        told = performed[f"f{index}"]
+        assert (told.kind, told.target, told.detail != "") == (kind, target, True)
+        hit = str(told.life) if told.life is not None else told.node
+        assert hit.startswith("local" if kind == "crash" else f"{target}#")
+    over = [told.detail for told in _told(run) if told.ended]
+    assert over == ["SIGCONT: it runs again"] * 2  # the freeze for 300 ms, the slow one
+    refused = [told.detail for told in _told(run) if not told.ok]
+    assert [detail.partition(":")[0] for detail in refused] == ["refused"] * 2, refused
+    assert 'no role "judge"' in refused[1]
+    assert [told.detail for told in performed.values() if told.target == "manager"] == [
+        "the manager before epoch 2 is gone"
+    ]
+
+    summary = run.summary()
+    injected = Counter(r["replica"] for r in summary["recoveries"] if r["injected"])
+    assert injected == RECOVERED, summary["recoveries"]
+    assert (summary["faults"], summary["epochs"]) == (len(PLANNED) + 2, 2)
+    assert summary["unprovoked"] == len(summary["recoveries"]) - injected.total()
+    causes = {r["cause"].partition(":")[0] for r in summary["recoveries"] if r["replica"] == "rollout/2"}
+    assert "no_progress" in causes
+
+
+ON_A_SMALL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from rrl.tests.runs import test_faults
+
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", disk], check=True)
+test_faults.lives_through_a_full_disk(disk)
+"""
+
+
+def lives_through_a_full_disk(disk: Path) -> None:
+    full = '[[faults.planned]]\nkind = "disk_full"\nat = "step=3"\nseconds = "2s"\n'
+    run = submit_here(disk, light_job("local", 20, extra=f'[recovery]\nbackoff = "100ms"\n{full}'))
+    state = run.wait_end()
+    assert (state.outcome, state.step, state.epoch) == ("completed", 20, 1), state.why
+    run.wait_gone()
+    check_sound(run.run)
+    assert not run.run.ballast.exists()
+    assert [(told.ok, told.ended) for told in _told(run)] == [(True, False), (True, True)]
+    assert run.summary()["unprovoked"] == 0
+
+
+if own_mounts():  # collected only where it can run: nothing is skipped
+
+    def test_a_full_disk_costs_some_lives_and_no_manager_and_the_run_goes_on(tmp_path: Path) -> None:
+        argv = [*own_mounts(), sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr

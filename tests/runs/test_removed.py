@@ -1,0 +1,16 @@
+"""A run directory that somebody removes under a run: nothing can be managed any more, so nothing may be left."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rrl.tests.lab.runs import light_job, submit_here
+
+
+def test_a_run_whose_directory_is_removed_ends_with_everything_of_it(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 100_000))
+    run.wait_steps(1)
+    while run.run.path.exists():  # somebody may be writing into it at this moment
+        shutil.rmtree(run.run.path, ignore_errors=True)
+    run.wait_gone(within=180)

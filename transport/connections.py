@@ -1,0 +1,84 @@
+"""TCP connections of this process that a library opened and keeps to itself: looked at, and ended, from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+
+_BYTES_RECEIVED = struct.Struct("=128xQ")
+"""``tcpi_bytes_received`` in ``struct tcp_info`` (linux/tcp.h, since 4.1)"""
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+"""socket(7), asm-generic/socket.h"""
+_RETURN_0 = struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""classic BPF, one instruction: of each packet keep 0 bytes (linux/filter.h, ``struct sock_filter``)"""
+
+
+def listening() -> frozenset[int]:
+    """TCP ports that this process listens at."""
+    return frozenset(port for _, port, listens in _sockets() if listens)
+
+
+def deaf(port: int, silent: bool) -> None:
+    """Have the kernel drop whatever comes to our listening ``port``, or no longer. Connections that are there already
+    are not touched. Raises OSError."""
+    for fd, at, listens in _sockets():
+        if listens and at == port:
+            with _borrowed(fd) as listener:
+                if silent:
+                    drop = ctypes.create_string_buffer(_RETURN_0)
+                    program = struct.pack("@HP", 1, ctypes.addressof(drop))
+                    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                else:
+                    listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def accepted(ports: frozenset[int]) -> dict[int, int]:
+    """Descriptors of the connections at these of our ports, and the port of each."""
+    return {fd: port for fd, port, listens in _sockets() if not listens and port in ports}
+
+
+def received(fd: int) -> int:
+    """Bytes that have come over the connection; 0 where the kernel does not tell."""
+    try:
+        with _borrowed(fd) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+            return int(_BYTES_RECEIVED.unpack(info)[0])
+    except (OSError, struct.error):
+        return 0
+
+
+def shut(fd: int, port: int) -> bool:
+    """End the connection: whoever owns it sees its end and lets go of it. Only ever one to our own ``port``, for the
+    descriptor may be somebody else's by now. False when it is."""
+    with contextlib.suppress(OSError):
+        with _borrowed(fd) as connection:
+            if connection.getsockname()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
+def _sockets() -> list[tuple[int, int, bool]]:
+    """(descriptor, local port, does it listen) of every TCP socket of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            with _borrowed(int(name)) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                    found.append((int(name), int(one.getsockname()[1]), listens))
+    return found
+
+
+def _borrowed(fd: int) -> socket.socket:
+    """The socket behind ``fd``, to be looked at; closing it leaves ``fd`` alone. Raises OSError if it is no socket."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -1,0 +1,36 @@
+"""The ports that UCX itself listens at, one for each of this host's addresses, for as long as a process uses it.
+
+Nobody has to prove anything there: that is why UCX is for networks that only the run's own machines reach
+(docs/sources.md, UCX). Garbage is dropped by UCX; whoever connects and says nothing keeps a descriptor for good. So the
+silent ones are cut off here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rrl.transport.connections import accepted, received, shut
+
+HELLO_BYTES = 42
+"""what a peer says first (magic number and connection request, UCX 1.21 over IPv4; measured), within milliseconds"""
+SILENT_FOR = 5.0
+"""s that a connection may have said less than that"""
+SILENT = 64
+"""such connections at once, at most; the oldest go first"""
+_LOOK = 1.0
+"""s between two looks; one costs 10 us for each descriptor of the process"""
+
+
+async def cut_off_the_silent(ports: frozenset[int]) -> None:
+    """Until cancelled. ``ports``: UCX's own."""
+    seen: dict[tuple[int, int], float] = {}
+    while True:
+        now = asyncio.get_running_loop().time()
+        silent = [each for each in accepted(ports).items() if received(each[0]) < HELLO_BYTES]
+        seen = {each: seen.get(each, now) for each in silent}  # (a descriptor, whose port it is at) → since when
+        oldest_first = sorted(seen, key=lambda each: seen[each])
+        surplus = max(0, len(seen) - SILENT)
+        for number, each in enumerate(oldest_first):
+            if number < surplus or now - seen[each] >= SILENT_FOR:
+                shut(*each)
+        await asyncio.sleep(_LOOK)
