@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
 EXTRAS := dev,torch,ucx
 
-.PHONY: setup demo demo-slurm test test-slurm-versions slurm check bench clean
+.PHONY: setup demo demo-slurm test test-slurm-versions slurm check bench clean soak
 
 setup: .venv/.ready
 
@@ -34,6 +34,11 @@ test: setup
 test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
 	$(BIN)/python -m rrl.tests.lab.slurm_versions
+
+# What takes long.
+soak: setup
+	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
+	$(BIN)/python -m pytest -m soak
 
 check: setup
 	$(BIN)/ruff check .

@@ -109,6 +109,15 @@ def test_a_request_whose_command_still_runs_settles_itself() -> None:
     assert looks.look(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
 
 
+def test_a_first_try_that_ended_under_the_tag_is_not_the_end_of_a_request_that_is_still_being_made() -> None:
+    cancelled = AllocationSeen(AllocationState.ENDED, "7", (), "CANCELLED")
+    looks = Looks(REQUEST)
+    busy = frozenset({POOL})
+    assert looks.look(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
+    assert looks.look(listed(cancelled), busy=busy) == []
+    assert looks.look(listed(cancelled)) == [ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, cancelled)]
+
+
 def test_a_look_that_omits_an_allocation_once_changes_nothing() -> None:
     looks = Looks(*HELD)
     for _ in range(5):

@@ -152,13 +152,13 @@ def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: P
     run.wait_gone()
 
 
-def test_a_role_that_always_fails_ends_the_run_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
-    toml = light_job("local", 10, extra="[recovery]\nper_replica = 2\nbackoff = \"100ms\"\n")
+def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
+    toml = light_job("local", 10, extra="[recovery]\nfirst_start = 2\nbackoff = \"100ms\"\n")
     toml = toml.replace("[roles.reward]", '[roles.reward]\ncommand = ["false"]')
     run = submit_here(tmp_path, toml)
     state = run.wait_end()
-    assert state.outcome == "failed"
-    assert "reward/0" in state.why, state.why
+    assert state.outcome == "rejected"
+    assert "2 starts of reward/0 failed, and none has ever joined" in state.why, state.why
     run.wait_gone()
 
 
