@@ -68,7 +68,8 @@ def _told(error: Exception) -> int:
         return 130
     if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
         told = " ".join(error.format_message().split()).rstrip(".")
-        return _line(f"{told}{'' if told.endswith('?') else ';'} see: rrl --help", 2)
+        where = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command that was misread
+        return _line(f"{told}{'' if told.endswith('?') else ';'} see: {where} --help", 2)
     if os.environ.get(DEBUG_ENV):
         raise error
     what = " ".join(f"{type(error).__name__}: {error}".split())

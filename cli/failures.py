@@ -10,6 +10,7 @@ from msgspec import Struct, structs
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Decision, Fence, Finish, Launch, StopStep
+from rrl.spec.faults import TRAITS, Hits
 from rrl.spec.words import Finding, Life, NodeName, Verdict
 
 
@@ -47,6 +48,7 @@ class _Account:
         self._launches: dict[str, Life] = {}
         self._asked: set[Life] = set()
         self._injected: set[Life] = set()
+        self._nodes_hit: set[NodeName] = set()
         self._ending = False
         """everything that ends from here on was asked to"""
 
@@ -62,10 +64,17 @@ class _Account:
             self._step_ended(event, at)
         elif isinstance(event, ev.Done) and not event.ok and event.tag in self._launches and not self._ending:
             self._failed(self._launches[event.tag], at, f"not launched: {event.detail}", over=True)
-        elif isinstance(event, ev.FaultInjected) and event.ok and event.life is not None:
-            self._injected.add(event.life)
+        elif isinstance(event, ev.FaultInjected) and event.ok and not event.ended:
+            self._hit(event)
         elif isinstance(event, ev.Joined | ev.FirstWorkDone):
             self._back(event.life, at, worked=isinstance(event, ev.FirstWorkDone))
+
+    def _hit(self, event: ev.FaultInjected) -> None:
+        if event.life is not None:
+            self._injected.add(event.life)
+        if event.kind is not None and TRAITS[event.kind].hits is Hits.NODE:  # with everybody who is on it by now
+            self._injected.update(life for life, node in self._nodes.items() if node == event.node)
+            self._nodes_hit.add(event.node)
 
     def _intended(self, event: ev.Intended) -> None:
         action = event.action
@@ -89,7 +98,8 @@ class _Account:
             self._failed(finding.life, at, *told)
         elif finding.node is not None:
             held = self.found.get(finding.node)
-            self.found[finding.node] = Failure(at, None, finding.node, tuple(told)) if held is None else held
+            if held is None:
+                self.found[finding.node] = Failure(at, None, finding.node, tuple(told), finding.node in self._nodes_hit)
 
     def _step_ended(self, event: ev.StepEnded, at: float) -> None:
         life = event.life

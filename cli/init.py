@@ -49,9 +49,12 @@ _TOGETHER = (Shape(2, 1, False, 6, "6GiB"), Shape(2, 0, False, 6, "6GiB"), Shape
 
 
 def init(out: Path, wanted: Wanted, *, force: bool, consent: bool | None) -> int:
-    """Writes ``out``. Raises BadInput where that is there already, Failed where it cannot be written."""
+    """Writes ``out``. Raises BadInput where that is there already, or its folder is not, Failed where it cannot be
+    written."""
     if not force and os.path.lexists(out):
         raise BadInput(f"{out} is there already; name another file with --out, or replace it with --force")
+    if not out.parent.is_dir():
+        raise BadInput(f"{out}: there is no folder {out.parent}; make it first, or name another file with --out")
     facts = found(wanted, consent=consent, ask=True)
     text = job_toml(facts, out)
     try:
@@ -62,7 +65,7 @@ def init(out: Path, wanted: Wanted, *, force: bool, consent: bool | None) -> int
                 file.write(text)
     except OSError as error:
         raise Failed(f"{out}: {error.strerror}") from None
-    print(f"{out} is written; is it right, and what would it start: rrl check {out}")
+    print(f"{out} is written; see what it would start: rrl check {out}")
     for check in judge(facts):
         if check.verdict is Verdict.FAIL:
             print(f"rrl doctor: {check.name}: {check.found}; {check.fix}", file=sys.stderr)

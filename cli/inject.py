@@ -7,11 +7,13 @@ import random
 import secrets
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from rrl.cli.asking import BadInput, Failed, Reader, find_run, job_of
-from rrl.cli.mailing import PAUSE, await_taken, send
+from rrl.cli.mailing import PAUSE, Presence, await_taken, send
 from rrl.cli.screen import print_json
 from rrl.manager import events as ev
 from rrl.manager.journal import replay
@@ -21,6 +23,8 @@ from rrl.manager.state import State
 from rrl.spec.faults import At, Fault, FaultKind, concrete, read_at
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
+
+_T = TypeVar("_T")
 
 _FLAGS = {"needs seconds": "--for 10s", "needs amount": "--amount"}
 """which flag gives what is missing"""
@@ -47,13 +51,16 @@ def inject(
         return 0
     await_taken(run, letter, "take the order")
     told = _await(run, reader, fault, aloud=not json)
+    done = told.ok or (told.unknown and _ends_its_witness(fault))
     if json:
         print_json(told)
-    elif told.ok:
+    elif done:
         print(f"{run.id}: {_named(fault)}: {told.detail}")
+    elif told.unknown:
+        raise Failed(f"{run.id}: nobody knows whether {_named(fault)} was performed: {told.detail}")
     else:
         raise Failed(f"{run.id}: {_named(fault)} was not performed: {told.detail}")
-    return 0 if told.ok else 1
+    return 0 if done else 1
 
 
 def _fault(
@@ -62,15 +69,19 @@ def _fault(
     """Raises BadInput."""
     if kind not in set(FaultKind):
         raise BadInput(f'no fault "{kind}"; there are {", ".join(FaultKind)}')
-    try:
-        moment = At() if at is None else read_at(at)
-        lasts = 0.0 if seconds is None else _seconds(seconds)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+    moment = At() if at is None else _read(read_at, at, "--at")
+    lasts = 0.0 if seconds is None else _read(_seconds, seconds, "--for")
     draw = random.Random(seed)
     replicas = {role.name: role.replicas for role in job.roles}
     one = target if "/" in target else concrete(target, FaultKind(kind), replicas, draw) or target
     return Fault(f"i{secrets.token_hex(3)}", FaultKind(kind), one, moment, lasts, amount)
+
+
+def _read(reading: Callable[[str], _T], text: str, flag: str) -> _T:
+    try:
+        return reading(text)
+    except ValueError as error:
+        raise BadInput(f"{flag}: {error}") from None
 
 
 def _seconds(text: str) -> float:
@@ -80,8 +91,9 @@ def _seconds(text: str) -> float:
 
 
 def _await(run: RunDir, reader: Reader, fault: Fault, aloud: bool) -> ev.FaultInjected:
-    """What was told of it first. Raises Failed when the run ends before that."""
+    """What was told of it first. Raises Failed when the run ends before that, or no manager is left to tell."""
     told_waiting = not aloud
+    manager = Presence(run)
     while True:
         state = reader.state()
         if state is not None and fault.id in state.faults and f"fault:{fault.id}" not in state.intents:
@@ -90,10 +102,25 @@ def _await(run: RunDir, reader: Reader, fault: Fault, aloud: bool) -> ev.FaultIn
                     return stamped.event
         if state is not None and state.outcome is not None:
             raise Failed(f"{run.id} has ended ({state.outcome.value}) before {_named(fault)} was due")
+        if manager.gone():
+            if state is not None and fault.id in state.faults and _ends_its_witness(fault):
+                return _no_manager_left(run, fault)
+            raise Failed(manager.nobody(f"tell what became of {_named(fault)}"))
         if state is not None and not told_waiting:
             print(f"{run.id}: {_named(fault)} {_pending(state, fault)} ...", file=sys.stderr, flush=True)
             told_waiting = True
         time.sleep(PAUSE)
+
+
+def _ends_its_witness(fault: Fault) -> bool:
+    """Who would journal it dies of it: that the manager is gone is all that there is to see."""
+    return fault.target == "manager"
+
+
+def _no_manager_left(run: RunDir, fault: Fault) -> ev.FaultInjected:
+    """As the next manager will have to journal it, where none has come by itself."""
+    told = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {run.id}"
+    return ev.FaultInjected(fault.id, None, False, told, fault.kind, fault.target, unknown=True)
 
 
 def _pending(state: State, fault: Fault) -> str:

@@ -34,7 +34,7 @@ def _row(run: RunDir) -> dict[str, Any]:
     try:
         state = read(run)
     except Failed as error:
-        return row | {"standing": f"unreadable: {error}"}
+        return row | {"standing": f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"}
     if state is None:
         return row
     return row | {

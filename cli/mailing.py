@@ -11,7 +11,7 @@ import msgspec
 from rrl.cli.asking import Failed, job_of
 from rrl.manager.lease import holder
 from rrl.manager.mailbox import Letter
-from rrl.spec.jobview import Limits
+from rrl.spec.jobview import JobView, Limits
 from rrl.spec.rundir import RunDir, write_atomically
 
 PAUSE = 0.2
@@ -28,23 +28,41 @@ def send(run: RunDir, letter: Letter) -> str:
     return name
 
 
+def manager_job(run: RunDir, job: JobView) -> str:
+    """Name of the Slurm job that brings the run's first manager."""
+    return f"{run.id}.{'pool' if job.manager.where == 'pool' else 'manager'}"
+
+
+class Presence:
+    """Whether a run's manager is there, by what this process itself sees of its lease."""
+
+    def __init__(self, run: RunDir) -> None:
+        job = job_of(run)
+        self._run = run
+        self._queued = manager_job(run, job) if job is not None and job.cluster == "slurm" else ""
+        self._patience = 2 * (job.limits.lease if job is not None else Limits().lease)
+        self._held, self._moved = holder(run), time.monotonic()
+
+    def gone(self) -> bool:
+        """The lease has stood still for longer than a manager leaves it."""
+        if (now := holder(self._run)) != self._held:
+            self._held, self._moved = now, time.monotonic()
+        return time.monotonic() - self._moved > self._patience
+
+    def nobody(self, what: str) -> str:
+        """That nobody is there to do ``what``, and who would."""
+        waiting = f" (or, if its manager still waits in the queue: scancel --name={self._queued})"
+        return (
+            f"no manager of {self._run.id} is alive to {what}; start one, which will do so: rrl manage {self._run.id}"
+            f"{waiting if self._queued else ''}"
+        )
+
+
 def await_taken(run: RunDir, name: str, what: str) -> None:
     """Until the manager has taken the letter. Raises Failed when its lease stands still meanwhile: nobody is there to
     do ``what``."""
-    job = job_of(run)
-    patience = 2 * (job.limits.lease if job is not None else Limits().lease)
-    held, moved = holder(run), time.monotonic()
+    manager = Presence(run)
     while (run.mailbox / name).exists():
-        if (now := holder(run)) != held:
-            held, moved = now, time.monotonic()
-        if time.monotonic() - moved > patience:
-            raise Failed(_nobody(run, what, "" if job is None else job.cluster))
+        if manager.gone():
+            raise Failed(manager.nobody(what))
         time.sleep(PAUSE)
-
-
-def _nobody(run: RunDir, what: str, cluster: str) -> str:
-    waiting = f" (or, if its manager still waits in the queue: scancel --name={run.id}.manager)"
-    return (
-        f"no manager of {run.id} is alive to {what}; start one, which will do so: rrl manage {run.id}"
-        f"{waiting if cluster == 'slurm' else ''}"
-    )

@@ -51,7 +51,9 @@ def waiting(run: RunDir) -> str:
     """What a run without a journal waits for."""
     job = job_of(run)
     if job is not None and job.cluster == "slurm":
-        return f"its manager has not started yet (squeue --name={run.id}.manager tells why)"
+        from rrl.cli.mailing import manager_job
+
+        return f"its manager has not started yet (squeue --name={manager_job(run, job)} tells why)"
     return f"its manager has not started yet (its output: {run.submit})"
 
 

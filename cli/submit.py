@@ -52,8 +52,8 @@ def _created(job: Job, path: Path) -> RunDir:
     try:
         return starting.create(job, path)
     except OSError as error:
-        where = error.filename or runs_root()
-        raise BadInput(f"no run can be made in {runs_root()}: {where}: {error.strerror or error}; name another folder"
+        where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
+        raise BadInput(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
                        " with --runs-dir") from None  # fmt: skip
 
 

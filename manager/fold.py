@@ -50,7 +50,8 @@ def fold(state: State | None, stamped: ev.Stamped) -> State:
 
 def _run_started(event: ev.RunStarted, at: float) -> State:
     ids = [replica_id(role.name, i) for role in event.job.roles for i in range(role.replicas)]
-    return State(run=event.run, job=event.job, started=at, replicas={id: Replica(id, since=at) for id in ids})
+    replicas = {id: Replica(id, since=at, down_since=at) for id in ids}
+    return State(run=event.run, job=event.job, started=at, replicas=replicas)
 
 
 def _with(state: State, **changes: Any) -> State:
@@ -175,6 +176,8 @@ def _fenced(state: State, at: float, fence: Fence) -> State:
     if held.step and held.node and held.allocation in state.allocations:  # else it went with its allocation
         linger = Lingering(held.life, held.node, held.allocation, at)
         state = _with(state, lingering={**state.lingering, held.step: linger})
+    if held.status is Status.JOINED:
+        state = _replica(state, held.id, down_since=at)
     gone = [key for key, finding in state.findings.items() if finding.life == fence.life]
     if fence.to is not None:
         state = _replica(state, held.id, status=Status.WANTED, since=at, prefer=fence.to, not_before=at)

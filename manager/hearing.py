@@ -5,6 +5,7 @@ Nothing here decides. A beat only refreshes a sighting: no event, no disk.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -237,4 +238,5 @@ class Ear:
 
 
 def _say(text: str) -> None:
-    print(f"rrl: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # our own output lies on the run's disk, which may be full
+        print(f"rrl: {text}", file=sys.stderr, flush=True)

@@ -20,18 +20,21 @@ PAUSE = 1.0
 LONGEST = 60.0
 SETTLED = 60.0
 """s"""
+GONE = 5
+"""times in a row that a manager ended and there was no run directory: somebody removed it for good"""
 _MANAGE = "import sys; from pathlib import Path; from rrl.spec.rundir import RunDir; " \
           "from rrl.manager.submit import run_here; run_here(RunDir(Path(sys.argv[1])))"  # fmt: skip
 
 
 def main() -> int:
     run = RunDir(Path(sys.argv[1]))
-    pause = PAUSE
-    while not _surely_ended(run):
+    pause, gone = PAUSE, 0
+    while not _surely_ended(run) and gone < GONE:
         began = time.monotonic()
         code = subprocess.call([sys.executable, "-P", "-c", _MANAGE, str(run.path)])
         if _surely_ended(run):
             break
+        gone = gone + 1 if _removed(run) else 0
         pause = PAUSE if time.monotonic() - began > SETTLED else pause
         print(f"rrl: the manager ended with {code} before the run did; another one follows in {pause:g} s", flush=True)
         time.sleep(pause)
@@ -46,6 +49,11 @@ def _surely_ended(run: RunDir) -> bool:
     except (JournalError, OSError) as error:
         print(f"rrl: {error}", flush=True)
         return False
+
+
+def _removed(run: RunDir) -> bool:
+    """Nobody can manage it any more; storage that is away would take the folder of all runs along."""
+    return not run.path.exists() and run.path.parent.is_dir()
 
 
 def ended(run: RunDir) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from rrl.manager.asks import first_asks
 from rrl.manager.cluster import Refused, Unanswered
 from rrl.manager.cluster.slurm_ask import script
-from rrl.manager.cluster.slurm_commands import MANAGER, SlurmLimits, environment, execute, failure
+from rrl.manager.cluster.slurm_commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
 
@@ -111,13 +111,18 @@ async def keep_successor(run: RunDir, view: JobView, manage: Callable[[RunDir], 
     """From within a manager's job: once it has gone on for a while, see to it that another one waits."""
     if os.environ.get("SLURM_JOB_NAME") != name(run.id):
         return
-    await asyncio.sleep(SETTLED)
-    try:
-        if not await _listed(name(run.id), "-t", "PENDING"):
-            await asyncio.to_thread(queue, run, view, manage)
-    except (Refused, Unanswered, RuntimeError, OSError) as error:
-        print(f"rrl: no successor could be queued, this is the last manager that starts by itself: {error}; should it"
-              f" end before the run does: rrl manage {run.id}", file=sys.stderr, flush=True)  # fmt: skip
+    while True:
+        await asyncio.sleep(SETTLED)
+        try:
+            if not await _listed(name(run.id), "-t", "PENDING"):
+                await asyncio.to_thread(queue, run, view, manage)
+            return
+        except (Refused, Unanswered, RuntimeError, OSError) as error:
+            if isinstance(error, Unanswered) or unanswered(str(error)):
+                continue  # Slurm is away for a while, or has queued it after all: the next look tells
+            print(f"rrl: no successor could be queued, this is the last manager that starts by itself: {error}; should"
+                  f" it end before the run does: rrl manage {run.id}", file=sys.stderr, flush=True)  # fmt: skip
+            return
 
 
 async def _listed(job: str, *options: str) -> bool:

@@ -335,7 +335,7 @@ class Manager:
 
     async def _abandon(self) -> None:
         """Nobody can manage this run any more: nothing may be left of it. What no release reaches, its agents end."""
-        for tag in self.state.allocations:
+        for tag in reversed(self.state.allocations):  # of a heterogeneous job its first component ends all others
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:

@@ -39,7 +39,9 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
             seen = observed.allocations.get(tag)
             if seen is not None:
                 misses.gone(tag, True)
-                if seen != held.seen:
+                # salloc that found no free nodes leaves a cancelled job, and sbatch follows it under the same tag
+                tried = seen.state is AllocationState.ENDED and unsettled.get(tag) in busy
+                if seen != held.seen and not tried:
                     events.append(AllocationChanged(tag, seen))
             elif tag not in unsettled and misses.gone(tag, False):
                 events.append(AllocationChanged(tag, None))

@@ -64,6 +64,9 @@ class Replica(Struct, frozen=True):
     """of its newest life; 0 = never launched"""
     since: float = 0.0
     """manager's time (s) of the last status change"""
+    down_since: float = 0.0
+    """manager's time (s) since which no life of it has worked, however often it was started meanwhile; while one works,
+    of the last time"""
     node: NodeName | None = None
     allocation: str | None = None
     step: str | None = None

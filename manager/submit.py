@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -125,6 +126,8 @@ def run_here(run: RunDir, foreground: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
 
     SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a descriptor for each step, agent and worker
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for attempt in range(RETRIES + 1):
         try:
             outcome = asyncio.run(_run(run, foreground))

@@ -84,6 +84,7 @@ class _Agent:
         self._gone: dict[str, Gone] = {}
         self._losing: set[str] = set()
         self._running: set[asyncio.Future[Any]] = set()
+        self._device = os.stat(first.run.path).st_dev
         self._injector = Injector(first, self._read_launch)
         first.greet, first.hear = self._hello, self._hear
 
@@ -214,7 +215,10 @@ class _Agent:
 
     def _run_is_over(self) -> bool:
         run = self._first.run
-        return run.summary.exists() or not run.path.exists()
+        try:
+            return run.summary.exists() or _removed(run.path, self._device)
+        except OSError:  # storage that is away says nothing
+            return False
 
     async def _end_the_rest(self) -> None:
         """The run is over and nobody came to stop these steps: ask them, then make sure."""
@@ -232,6 +236,14 @@ class _Agent:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(say)
+
+
+def _removed(folder: Path, device: int) -> bool:
+    """Somebody removed it: where its storage is away instead, the file system below is another one."""
+    if folder.exists():
+        return False
+    left = next(above for above in folder.parents if above.exists())
+    return os.stat(left).st_dev == device
 
 
 def _remove(ballast: Path) -> None:

@@ -124,7 +124,8 @@ class FirstProcess:
         else:
             self._greeted.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._greeted.wait(), LAST_WORDS)
+                async with asyncio.timeout(LAST_WORDS):
+                    await self._greeted.wait()
 
     def _wanted(self) -> Wanted:
         return Wanted(self.launch.life, self.launch.tag, self.node, self.me.pid)

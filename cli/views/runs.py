@@ -22,7 +22,7 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
         header_style="bright_black", border_style="bright_black",
     )  # fmt: skip
     table.add_column("run", no_wrap=True)
-    table.add_column("standing", no_wrap=True, overflow="ellipsis", max_width=40)
+    table.add_column("standing", no_wrap=True, overflow="ellipsis", max_width=30)
     for name in ("step", "reward", "recoveries", "took", "started"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -30,10 +30,15 @@ def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
         table.add_row(
             row["run"],
             Text(row["standing"], _COLOUR.get(row["standing"], "cyan")),
-            f"{row['step']}/{row['steps'] or '?'}",
+            _steps(row["step"], row["steps"]),
             number(row["reward"]),
             str(row["recoveries"]),
             "–" if started is None else span((ended or now) - started),
             "–" if started is None else f"{span(now - started)} ago",
         )
     return table
+
+
+def _steps(step: int, steps: int | None) -> str:
+    """A run of commands alone has none."""
+    return "–" if steps == 0 else f"{step}/{'?' if steps is None else steps}"

@@ -33,7 +33,7 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
         facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
     recoveries = summary.get("recoveries") or []
-    facts.add_row("faults", _faults(summary.get("faults") or 0, len(recoveries), summary.get("unprovoked")))
+    facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
     facts.add_row("in", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
 
@@ -63,9 +63,11 @@ def _told(one: dict[str, Any]) -> str:
     return f"{one.get('rung', '')} {where}; {'injected; ' if one.get('injected') else ''}{one.get('cause', '')}"
 
 
-def _faults(injected: int, recovered: int, unprovoked: int | None) -> str:
-    real = f", {unprovoked} of them not injected" if unprovoked and injected else ""
-    return f"{injected} injected; {recovered} recovered from{real}"
+def _faults(injected: int, recoveries: list[dict[str, Any]], unprovoked: int | None) -> str:
+    back = sum(one.get("total_s") is not None for one in recoveries)
+    real = f"; {unprovoked} of them not injected" if unprovoked and injected else ""
+    lost = f", {len(recoveries) - back} not" if back < len(recoveries) else ""  # what was put there never worked
+    return f"{injected} injected; {back} recovered from{lost}{real}"
 
 
 def _share(value: float | None) -> str:

@@ -74,6 +74,8 @@ class SlurmCluster:
         self._sruns = Sruns(python, limits, prefix)
         self._jobs: dict[str, list[text.Job]] = {}
         """by tag, as last read"""
+        self._tried: set[str] = set()
+        """jobs of sallocs that found no free nodes: their end is not that of what sbatch then asks for"""
         self._once_ours: set[NodeName] = set()
         """nodes of our allocations, lost ones too: what became of them is worth knowing"""
         self._looking = asyncio.Lock()
@@ -144,6 +146,9 @@ class SlurmCluster:
             if job.leader in first and job.id != job.leader and job.state is not AllocationState.ENDED
         )  # fmt: skip
 
+    def _in_vain(self, job: text.Job) -> bool:
+        return job.state is AllocationState.ENDED and (job.leader or job.id) in self._tried
+
     @staticmethod
     def _pends(job: text.Job) -> bool:
         return job.state is AllocationState.PENDING
@@ -169,6 +174,7 @@ class SlurmCluster:
         if not ended.code:
             return True
         if waited := _WAITED.search(ended.err):  # it has taken its job from the queue, unless that was not answered
+            self._tried.add(waited[1])
             await self._cancel(waited[1])
             return False
         if _NOT_NOW in ended.err and not commands.unanswered(ended.err):
@@ -232,14 +238,10 @@ class SlurmCluster:
             await self._read_jobs(budgeted=True)
         except (Refused, Unanswered) as error:
             return Observed(None, None, None, str(error))
-        allocations = {tag: self._allocation(jobs) for tag, jobs in self._jobs.items()}
-        if self._leaving and (own := allocations.get(self._within)):
-            ended = msgspec.structs.replace(own, state=AllocationState.ENDED, detail="ends with its manager")
-            allocations[self._within] = ended
-        for seen in allocations.values():
+        for seen in self._allocations().values():
             self._once_ours.update(seen.nodes)
         held = {job.id: job.nodes for jobs in self._jobs.values() for job in jobs}
-        found = Observed(None, allocations, None)
+        found = Observed(None, None, None)
         for part in await asyncio.gather(self._look_at_steps(held), self._look_at_nodes(), return_exceptions=True):
             if isinstance(part, Refused | Unanswered):
                 found = msgspec.structs.replace(found, unknown=f"{found.unknown} {part}".strip())
@@ -247,7 +249,18 @@ class SlurmCluster:
                 raise part
             else:
                 found = msgspec.structs.replace(found, **part)
-        return found
+        return msgspec.structs.replace(found, allocations=self._allocations())
+
+    def _allocations(self) -> dict[str, AllocationSeen]:
+        """By tag, as last read; what salloc tried in vain is not there."""
+        allocations = {}
+        for tag, jobs in self._jobs.items():
+            if counted := [job for job in jobs if not self._in_vain(job)]:
+                allocations[tag] = self._allocation(counted)
+        if self._leaving and (own := allocations.get(self._within)):
+            ended = msgspec.structs.replace(own, state=AllocationState.ENDED, detail="ends with its manager")
+            allocations[self._within] = ended
+        return allocations
 
     async def _look_at_steps(self, held: dict[str, tuple[NodeName, ...]]) -> dict[str, dict[str, NodeName]]:
         steps = {}

@@ -38,7 +38,8 @@ _REFUSED = re.compile(
 )  # fmt: skip
 _UNANSWERED = re.compile(
     r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
-    r"Unspecified error|Unexpected message|I/O error|Protocol authentication",
+    r"Unspecified error|Unexpected message|I/O error|Protocol authentication|"
+    r"submission failed: .*temporarily un|allocate failed: .*temporarily un",  # MaxJobCount, for now
     re.IGNORECASE,
 )
 """Wins over a refusal: the same sentences carry lost answers ("Batch job submission failed: Socket timed out ...")."""
@@ -141,7 +142,8 @@ async def execute(argv: tuple[str, ...], within: float, given: str = "") -> Ende
     except OSError as error:
         raise Refused(f"{argv[0]} cannot be started: {error}") from error
     try:
-        out, err = await asyncio.wait_for(process.communicate(given.encode()), within)
+        async with asyncio.timeout(within):  # Python 3.11's wait_for may forget a cancellation
+            out, err = await process.communicate(given.encode())
     except TimeoutError:
         raise Unanswered(f"{argv[0]}: no answer within {within:g} s") from None
     finally:

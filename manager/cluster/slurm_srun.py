@@ -90,7 +90,7 @@ class Sruns:
         output = step.log_file.with_name(f"{step.log_file.name}.0")
         deadline, opened = time.monotonic() + self._limits.launch, False
         while time.monotonic() < deadline and not srun.joined.is_set():
-            if not opened and output.exists():
+            if not opened and await asyncio.to_thread(output.exists):  # the run directory may hang, and we must not
                 deadline, opened = time.monotonic() + self._limits.begin, True
             if code := srun.process.returncode:
                 raise _refusal(code, srun, output)
@@ -116,7 +116,8 @@ class Sruns:
         if srun := self._carrying.get(tag):
             srun.joined.set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(srun.process.wait(), self._limits.carry)
+                async with asyncio.timeout(self._limits.carry):
+                    await srun.process.wait()
             await self.kill(tag)
 
     async def kill(self, tag: str) -> None:

@@ -8,28 +8,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rrl.manager.actions import Finish, Rung, Why
-from rrl.manager.planner.rooms import never_started
+from rrl.manager.planner.rooms import Rooms, never_started
 from rrl.manager.state import Replica, State, Status, finding_about, workers
 from rrl.spec.launch import NOT_STARTED
 from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, replica_id
 
 PROVED = 2
-"""Tries, be it on one node or on two, after which a command that cannot be started is proved not to be there."""
+"""Tries after which a command that cannot be started is proved not to be there: on so many nodes, or on the only one
+that there is to try it on."""
 SHOWN = 4
 """nodes named in a reason; the others are counted"""
 
 
-def not_there(state: State) -> Finish | None:
-    """A role's command could not be started, twice, and no replica of the role has ever joined."""
+def not_there(state: State, rooms: Rooms) -> Finish | None:
+    """A role's command could not be started, twice, no replica of the role has ever joined, and it is not the node."""
     for role in state.job.roles:
         replicas = [replica for replica in workers(state) if replica.role == role.name]
         if any(replica.ever_joined for replica in replicas):
             continue
         tries = [attempt for replica in replicas for attempt in _tries(state, replica)]
-        if len(tries) >= PROVED:
+        nodes = {node for _, node in tries}
+        if len(nodes) >= PROVED or (len(tries) >= PROVED and not _untried(state, rooms, replicas, nodes)):
             said, _ = tries[-1]
             return rejected((f"{role.name}: {NOT_STARTED}{said} on {_few(node for _, node in tries)}",))
     return None
+
+
+def _untried(state: State, rooms: Rooms, replicas: list[Replica], tried: set[NodeName]) -> bool:
+    """Another node may yet find the command: one on which a replica of the role is starting, or that has room."""
+    starting = [one for one in replicas if one.believed and finding_about(state, one.life) is None]
+    if any(one.node not in tried for one in starting):
+        return True
+    return any(rooms.vacant_for(one) for one in replicas if _tries(state, one))
 
 
 def never_joined(state: State, replica: Replica, evidence: tuple[str, ...]) -> tuple[str, ...]:

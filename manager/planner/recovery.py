@@ -18,7 +18,7 @@ _Spared = set[ReplicaId]
 
 def recover(state: State, rooms: Rooms, now: float) -> list[Decision]:
     """Decisions for everything that failed. ``now``: manager's time (s), for the restart budgets' window."""
-    if (mistake := not_there(state) or nowhere(state)) is not None:
+    if (mistake := not_there(state, rooms) or nowhere(state)) is not None:
         return [mistake]
     decisions: list[Decision] = []
     condemned: set[NodeName] = set()
@@ -81,7 +81,8 @@ def _choose(
         return _last_rungs(state, replica, evidence, spared, now)
     node_is_good = rooms.good(replica.node)
     here = sum(start.node == replica.node for start in recent)
-    if node_is_good and (here < state.job.recovery.per_node or replica.role == AGENT):
+    in_place = here < state.job.recovery.per_node and not _last_start_is_elsewhere(state, rooms, replica)
+    if node_is_good and (in_place or replica.role == AGENT):
         rung, expects = Rung.IN_PLACE, f"joins again on {replica.node}"
     elif replica.role == AGENT:  # an agent belongs to its node and goes with it
         return Fence(replica.life, Rung.DEGRADED, Why(evidence, Rung.DEGRADED, "its node is out of use"))
@@ -92,6 +93,16 @@ def _choose(
     else:
         rung, expects = Rung.REPLACEMENT, "joins again once a replacement node is there"
     return Fence(replica.life, rung, Why(evidence, rung, expects, now + state.job.limits.join))
+
+
+def _last_start_is_elsewhere(state: State, rooms: Rooms, replica: Replica) -> bool:
+    """One more start, and what never joined is given up: not without a try on another node, where there is one."""
+    return (
+        replica.role != AGENT
+        and not replica.ever_joined
+        and replica.unstarted + 2 >= state.job.recovery.first_start
+        and rooms.vacant_for(replica)
+    )
 
 
 def _last_rungs(

@@ -130,7 +130,9 @@ class Rooms:
         recovery = self._state.job.recovery
         recent = replica.recent(recovery.window, self._now)
         nodes = [start.node for start in recent if refused or not start.refused]
-        return {node for node in nodes if nodes.count(node) >= max(1, recovery.per_node)}
+        last = not replica.ever_joined and replica.unstarted + 1 >= recovery.first_start  # before it is given up
+        often = min(recovery.per_node, recovery.first_start - 1) if last else recovery.per_node
+        return {node for node in nodes if nodes.count(node) >= max(1, often)}
 
     def _fits(self, replica: Replica, node: NodeName, taken: Taken) -> bool:
         job, there = self._state.job, taken.get(node, [])

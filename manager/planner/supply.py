@@ -84,7 +84,7 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
         return NEVER
     if part.separate and all(_left(state, one.role, lacking) >= _floor(state, one.role) for one in lacking):
         return NEVER
-    since = max(allocation.at, min((replica.since for replica in lacking), default=allocation.at))
+    since = max(allocation.at, min((replica.down_since for replica in lacking), default=allocation.at))
     return since + state.job.limits.allocation
 
 

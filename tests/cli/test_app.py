@@ -17,10 +17,10 @@ from rrl.manager import submit as starting
 from rrl.manager.ledger import write_summary
 from rrl.manager.state import State
 from rrl.spec.job import Job
-from rrl.spec.jobview import JobView
+from rrl.spec.jobview import JobView, ManagerView
 from rrl.spec.rundir import RUNS_ENV, RunDir
 from rrl.spec.words import Outcome
-from rrl.tests.cli.story import Story, completed
+from rrl.tests.cli.story import Story, completed, job_view
 from rrl.tests.spec.jobs import JOB
 
 COMMANDS = ("submit", "status", "logs", "cancel", "list", "check", "doctor", "init")
@@ -71,8 +71,8 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "told"),
     [
         (["stauts"], "rrl: No such command 'stauts'. Did you mean 'status'? see: rrl --help"),
-        (["status", "--nope"], "rrl: No such option: --nope; see: rrl --help"),
-        (["submit"], "rrl: Missing argument 'JOB.TOML'; see: rrl --help"),
+        (["status", "--nope"], "rrl: No such option: --nope; see: rrl status --help"),
+        (["submit"], "rrl: Missing argument 'JOB.TOML'; see: rrl submit --help"),
         (["submit", "missing.toml"], "missing.toml: no such file"),
         (["check", "."], '.: is a folder; name the file in it, for example "./job.toml"'),
     ],
@@ -159,6 +159,18 @@ def test_status_as_json_is_the_state_itself(root: Path, capsys: pytest.CaptureFi
     story.written(root)
     assert app.run(["status", "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=State) == story.told()
+
+
+@pytest.mark.parametrize(("where", "queued"), [("job", "manager"), ("pool", "pool")])
+def test_on_slurm_a_run_that_has_not_begun_names_the_job_that_brings_its_manager(
+    root: Path, capsys: pytest.CaptureFixture[str], where: str, queued: str
+) -> None:
+    run = RunDir(root / "fresh-1")
+    run.create()
+    job = msgspec.structs.replace(job_view(), cluster="slurm", manager=ManagerView(where))
+    run.view.write_bytes(msgspec.json.encode(job))
+    assert app.run(["status"]) == 0
+    assert f"(squeue --name=fresh-1.{queued} tells why)" in capsys.readouterr().out
 
 
 def test_a_run_whose_manager_has_not_started_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,7 +337,7 @@ def test_a_folder_of_runs_that_cannot_be_written_is_one_line_and_exit_code_2(
     (tmp_path / "file").touch()  # root may write everywhere, but not below a file
     assert app.run(["--runs-dir", f"{tmp_path}/file/runs", "submit", job_toml]) == 2
     told = capsys.readouterr().err
-    assert told == (f"rrl: no run can be made in {tmp_path}/file/runs: {tmp_path}/file/runs: Not a directory; name"
+    assert told == (f"rrl: no run can be made in {tmp_path}/file/runs: Not a directory; name"
                     " another folder with --runs-dir\n")  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
 # ── init ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_init_writes_a_job_that_check_takes(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["init"]) == 0
-    assert capsys.readouterr().out == "job.toml is written; is it right, and what would it start: rrl check job.toml\n"
+    assert capsys.readouterr().out == "job.toml is written; see what it would start: rrl check job.toml\n"
     assert load_job(alone / "job.toml").cluster.kind == "local"
     assert app.run(["check", "job.toml"]) == 0
 
@@ -148,8 +148,9 @@ def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureF
 
 def test_init_where_nothing_can_be_written_is_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--force"]):
-        assert app.run(["init", "--out", "absent/job.toml", *flags]) == 1
-        assert capsys.readouterr().err == "rrl: absent/job.toml: No such file or directory\n"
+        assert app.run(["init", "--out", "absent/job.toml", *flags]) == 2
+        told = "rrl: absent/job.toml: there is no folder absent; make it first, or name another file with --out\n"
+        assert capsys.readouterr().err == told
 
 
 def test_nothing_heavy_is_imported_to_answer() -> None:

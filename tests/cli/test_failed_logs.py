@@ -11,9 +11,10 @@ from rrl.cli import app
 from rrl.cli.failures import Failure, failures
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Rung, StopStep, Why
+from rrl.spec.faults import FaultKind
 from rrl.spec.loglines import stamp
 from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Cause, Evidence, Finding, Outcome, Remedy, Verdict
+from rrl.spec.words import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
 from rrl.tests.cli.story import BEGAN, Story
 
 RUN = "small-7"
@@ -155,6 +156,18 @@ def test_an_injected_failure_is_told_from_a_real_one() -> None:
     for replica in ("rollout/0", "rollout/1"):
         story.tell(ev.StepEnded(story.life(replica), "x", 1, None, "exited"))
     assert [failure.injected for failure in found(story)] == [True, False]
+
+
+def test_what_fails_with_a_node_that_was_crashed_on_purpose_is_injected_too_and_nothing_on_other_nodes() -> None:
+    story = Story(RUN).works()
+    story.tell(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, target="rollout/0", node=NodeName("n3")))
+    story.tell(ev.FaultInjected("f1", None, True, kind=FaultKind.CRASH, node=NodeName("n3"), ended=True))
+    for node in ("n3", "n4"):
+        story.loses_node(node)
+    for replica in ("rollout/0", "rollout/1"):  # on n3 and n4
+        story.fences(replica)
+    told = {failure.life.replica if failure.life else failure.node: failure.injected for failure in found(story)}
+    assert told == {"n3": True, "rollout/0": True, "n4": False, "rollout/1": False}
 
 
 def test_a_life_that_never_came_back_has_nobody_in_its_place() -> None:

@@ -34,11 +34,11 @@ def allowing(lease: float = 10.0) -> Story:
     return Story(RUN, msgspec.structs.replace(job, faults_allowed=True, limits=limits)).works()
 
 
-def goes_on(story: Story, run: RunDir, *events: ev.Event) -> None:
+def goes_on(story: Story, run: RunDir, *events: ev.Event, epoch: int = 2) -> None:
     """The next manager writes these, and takes the letter."""
     told = len(story.stamped)
     story.tell(*events)
-    journal = Journal(run, 2)
+    journal = Journal(run, epoch)
     for stamped in story.stamped[told:]:
         journal.append(stamped)
     journal.close()
@@ -88,8 +88,8 @@ def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: 
         (["cut", "--target", "n1"], "cut needs seconds: how long it lasts; add --for 10s"),
         (["slow", "--target", "rollout/0"], "slow needs amount, the share of time"),
         (["kill", "--target", "rollout/0", "--for", "5s"], "kill is for good: it takes no seconds"),
-        (["kill", "--target", "rollout/0", "--for", "soon"], "write for example"),
-        (["kill", "--target", "rollout/0", "--at", "noon"], "'noon' is no moment; write \"step=5\""),
+        (["kill", "--target", "rollout/0", "--for", "soon"], "--for: 'soon' is not a duration; write for example"),
+        (["kill", "--target", "rollout/0", "--at", "noon"], "--at: 'noon' is no moment; write \"step=5\""),
         (["crash", "--target", "n1", "--at", "phase=train"], "at phase=train needs a replica as target"),
         (["outage", "--target", "n1", "--for", "5s"], "outage needs no target"),
     ],
@@ -151,6 +151,59 @@ def test_whoever_waits_is_told_what_was_done_or_why_not(
         assert out == f"{RUN}: kill rollout/0: SIGKILL to process group 7\n"
     else:
         assert f"rrl: {RUN}: kill rollout/0 was not performed: it was gone\n" in err
+
+
+def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int], threading.Thread, Story, Fault]:
+    """An order that its manager took and began, with whoever waits for what becomes of it."""
+    story = allowing(lease)
+    run = story.written(root)
+    codes: list[int] = []
+    words = ["inject", RUN, "kill", "--target", target, "--wait"]
+    waiting = threading.Thread(target=lambda: codes.append(app.run(words)), daemon=True)
+    waiting.start()
+    eventually(lambda: bool(letters(run)))
+    (letter,) = letters(run)
+    assert letter.fault is not None
+    action = Perform(letter.fault, "", NodeName(""), Why(("it is due",)), None)
+    goes_on(story, run, ev.Ordered(letter.fault, letter.by, letter.id), ev.Intended(action))
+    (run.mailbox / f"{letter.id}.json").unlink()
+    return run, codes, waiting, story, letter.fault
+
+
+def test_a_manager_that_is_killed_and_that_nobody_follows_is_told_and_not_waited_for(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, codes, waiting, _, _ = begun(root, "manager")
+    waiting.join(timeout=30)
+    assert codes == [0]
+    told = f"no manager lives any more; the roles go on, and the next one takes over: rrl manage {RUN}"
+    assert capsys.readouterr().out == f"{RUN}: kill manager: {told}\n"
+
+
+def test_a_manager_that_goes_before_it_tells_what_became_of_a_fault_is_not_waited_for(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, codes, waiting, _, _ = begun(root, "rollout/0")
+    waiting.join(timeout=30)
+    assert codes == [1]
+    assert f"no manager of {RUN} is alive to tell what became of kill rollout/0; start one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["manager", "rollout/0"])
+def test_a_next_manager_tells_what_nobody_knows_and_a_manager_that_is_gone_was_killed(
+    root: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    run, codes, waiting, story, fault = begun(root, target, lease=60.0)
+    told = ev.FaultInjected(fault.id, None, False, "its manager died over it", fault.kind, target, unknown=True)
+    goes_on(story, run, told, epoch=3)
+    waiting.join(timeout=30)
+    out, err = capsys.readouterr()
+    if target == "manager":
+        assert codes == [0]
+        assert out == f"{RUN}: kill manager: its manager died over it\n"
+    else:
+        assert codes == [1]
+        assert f"rrl: {RUN}: nobody knows whether kill rollout/0 was performed: its manager died over it\n" in err
 
 
 def test_whoever_waits_is_told_when_the_run_ends_before(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,8 @@ def test_the_list_of_runs_looks_as_kept() -> None:
         blank | {"run": "quick-1120-064114", "standing": "running", "step": 12, "reward": 0.5, "started": BEGAN},
         blank | {"run": "small-1119-000000", "standing": "completed", "step": 40, "reward": 0.93, "recoveries": 2,
                  "started": BEGAN - 90000, "ended": BEGAN - 82000},
+        blank | {"run": "tools-1119-000000", "standing": "completed", "steps": 0,
+                 "started": BEGAN - 90000, "ended": BEGAN - 82000},
     ]  # fmt: skip
     same_as_kept("runs", drawn(runs_view(rows, BEGAN + 60), 80))
 

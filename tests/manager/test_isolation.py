@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rrl.manager.actions import Fence
@@ -71,6 +71,10 @@ def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(_blows, min_size=1, max_size=10), st.integers(0, 2), st.booleans())
+@example(  # who lacks a node, and is tried once a window on one that refuses it, has lacked one all the time
+    [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),
+     ("lose node", STORE, 0.0), ("lose node", TRAINER, 0.0)], 0, False,
+)  # fmt: skip
 def test_no_sequence_of_failures_ends_otherwise_than_working_degraded_or_over(
     blows: list[Blow], spares: int, refuse: bool
 ) -> None:

@@ -29,14 +29,46 @@ def tries(world: World, role: str) -> int:
 
 
 # ── a command that is not there ──────────────────────────────────────────────────────────────────────────────────────
-def test_a_command_that_is_not_there_ends_the_run_at_its_second_try_with_the_nodes_words() -> None:
-    world = World(job())
+def test_a_command_that_is_not_there_ends_the_run_at_its_second_try_where_there_is_no_other_node() -> None:
+    world = World(job(spares=0))
     world.broken["trainer"] = MISSING
     world.play()
     assert why(world) == (f"trainer: {MISSING} on n2",)
     assert tries(world, "trainer") == 2
     assert world.now < 1010.0
     assert_nothing_is_left(world, Outcome.REJECTED)
+
+
+def test_it_is_tried_on_another_node_where_there_is_one_before_the_run_ends_with_the_nodes_words() -> None:
+    world = World(job())
+    world.broken["trainer"] = MISSING
+    world.play()
+    assert why(world) == (f"trainer: {MISSING} on n2, n5",)
+    assert tries(world, "trainer") == 3
+    assert world.now < 1010.0
+    assert_nothing_is_left(world, Outcome.REJECTED)
+
+
+def test_one_node_on_which_it_is_missing_does_not_end_a_run_that_has_another() -> None:
+    world = World(job())
+    world.broken_nodes[N2] = MISSING
+    world.steady()
+    assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation) == (N5, 3)
+
+
+def test_one_node_on_which_it_is_missing_does_not_end_a_run_whose_other_replicas_are_still_starting() -> None:
+    world = World(job(spares=0))
+    world.broken_nodes[N3] = MISSING
+    world.slow_to_join = 30.0
+    world.play(lambda: world.state.replica(R1).status is Status.JOINED, at_most=60.0)
+    assert (world.state.replica(R1).status, world.state.verdict) == (Status.JOINED, None)
+
+
+def test_what_fails_to_start_on_one_node_has_its_last_try_on_another() -> None:
+    world = World(job(recovery=Recovery(per_node=9)))
+    world.broken_nodes[N2] = "exited: no GPU"
+    world.steady()
+    assert (world.node_of(TRAINER), world.state.replica(TRAINER).incarnation) == (N5, 3)
 
 
 def test_two_replicas_that_do_not_find_it_on_two_nodes_are_enough() -> None:
@@ -60,7 +92,7 @@ def test_a_node_on_which_it_is_missing_is_a_nodes_matter_where_others_of_the_rol
 
 
 def test_a_launch_of_which_the_launcher_says_that_the_program_is_not_there_counts_the_same() -> None:
-    world = World(job())
+    world = World(job(spares=0))
     world.play(lambda: bool(launched(world, TRAINER)))
     for life in (1, 2):
         world.play(lambda life=life: len(launched(world, TRAINER)) == life)  # type: ignore[misc]

@@ -86,6 +86,25 @@ def test_a_manager_that_goes_on_queues_the_next_one_unless_one_waits(
     assert told.read_text() == f"squeue --me -h --name={RUN}.manager -o %A -t PENDING\n"
 
 
+@pytest.mark.parametrize("lost", ["squeue", "sbatch"])
+def test_a_slurm_that_does_not_answer_is_asked_again_whether_the_next_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    away = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo Socket timed out >&2; exit 1; }}"
+    commands(tmp_path, monkeypatch, squeue=away if lost == "squeue" else "")
+    monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
+    made: list[None] = []
+
+    def queued() -> None:
+        made.append(None)
+        if lost == "sbatch" and len(made) == 1:
+            raise RuntimeError("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+
+    follow(RunDir(tmp_path / RUN), view(tmp_path), queued, monkeypatch)
+    assert len(made) == (1 if lost == "squeue" else 2)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_manager_that_is_no_job_queues_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = commands(tmp_path, monkeypatch, squeue="")
     monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
@@ -203,3 +222,18 @@ def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
     monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
     assert hold.main() == 0
     assert "rrl: torn\nrrl: [Errno 116] Stale file handle\n" in capsys.readouterr().out
+
+
+def test_a_pool_whose_run_was_removed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lives: list[list[str]] = []
+
+    def call(argv: list[str]) -> int:
+        lives.append(argv)
+        assert len(lives) <= hold.GONE, "the pool is held for a run that nobody can manage"
+        return 1
+
+    monkeypatch.setattr("subprocess.call", call)
+    monkeypatch.setattr(hold, "PAUSE", 0.0)
+    monkeypatch.setattr("sys.argv", ["hold", str(tmp_path / "removed")])
+    assert hold.main() == 0
+    assert len(lives) == hold.GONE

@@ -115,7 +115,9 @@ def test_a_first_try_that_ended_under_the_tag_is_not_the_end_of_a_request_that_i
     busy = frozenset({POOL})
     assert looks.look(listed(PENDING), busy=busy) == [ev.AllocationChanged(POOL, PENDING)]
     assert looks.look(listed(cancelled), busy=busy) == []
-    assert looks.look(listed(cancelled)) == [ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, cancelled)]
+    assert looks.look(listed(cancelled)) == [
+        ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(POOL, cancelled),
+    ]  # fmt: skip
 
 
 def test_a_look_that_omits_an_allocation_once_changes_nothing() -> None:

@@ -60,6 +60,10 @@ class World:
         """roles whose process ends before it joins, and why"""
         self.broken_lives: dict[ReplicaId, str] = {}
         """the same for single replicas, and for agents"""
+        self.broken_nodes: dict[NodeName, str] = {}
+        """the same for every role on a node"""
+        self.slow_to_join = 0.7
+        """s that a role takes to join once its first process runs; what is broken ends sooner"""
         self.unfit: dict[NodeName, str] = {}
         """nodes whose probe fails, and what it says"""
         self.refuse_launch: set[NodeName] = set()
@@ -313,7 +317,12 @@ class World:
         if role_of(life.replica) == AGENT and why is None:
             self.record(ev.AgentJoined(life, node, node, 100, self.unfit.get(node, "")))
             return
-        self._later(0.7, lambda: self._join(action) if why is None else self._break(action, why))
+        if role_of(life.replica) != AGENT:
+            why = why or self.broken_nodes.get(node)
+        if why is None:
+            self._later(self.slow_to_join, lambda: self._join(action))
+        else:
+            self._later(0.7, lambda: self._break(action, why))
 
     def _break(self, action: Launch, why: str) -> None:
         if action.step in self.steps:

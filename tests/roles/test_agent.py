@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rrl.roles.agent import _removed
 from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.launch import LAUNCH_ENV, Launch
 from rrl.spec.processes import Process, look
@@ -170,6 +171,13 @@ def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> Non
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
+
+
+def test_a_run_directory_whose_storage_is_away_was_not_removed(tmp_path: Path) -> None:
+    here = os.stat(tmp_path).st_dev
+    assert _removed(tmp_path / "runs" / "run-1", here)
+    assert not _removed(tmp_path / "runs" / "run-1", here + 1), "what is left is another file system"
+    assert not _removed(tmp_path, here)
 
 
 @pytest.mark.parametrize("gone", ["summary", "folder"])

@@ -34,6 +34,8 @@ sbatch: error: Batch job submission failed: Zero Bytes were transmitted or recei
 sbatch: error: Batch job submission failed: Unspecified error
 srun: error: Unable to confirm allocation for job 5: Socket timed out on send/recv operation / srun: Check SLURM_JOB_ID environment variable. Expired or invalid job 5
 salloc: error: Job submit/allocate failed: Socket timed out on send/recv operation
+sbatch: error: Batch job submission failed: Resource temporarily unavailable
+salloc: error: Job submit/allocate failed: Slurm temporarily unable to accept job, sleeping and retrying
 slurm_load_jobs error: Unable to contact slurm controller (connect failure)
 scancel: error: Kill job error on job id 5: Socket timed out on send/recv operation
 a sentence that nobody has seen before
@@ -77,6 +79,43 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def test_a_cancellation_in_the_moment_of_the_commands_end_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Command:
+        returncode = 0
+
+        def __init__(self) -> None:
+            self.ended: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
+
+        async def communicate(self, given: bytes) -> tuple[bytes, bytes]:
+            return await self.ended
+
+    async def cancelled(turns: int) -> None:
+        command = Command()
+
+        async def start(*argv: str, **how: object) -> Command:
+            return command
+
+        async def for_ever() -> None:
+            while True:
+                await execute(("squeue",), 10.0)
+                command.ended = asyncio.get_running_loop().create_future()
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        task = asyncio.create_task(for_ever())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        command.ended.set_result((b"", b""))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert task.cancelled(), turns
+
+    for turns in range(4):
+        asyncio.run(cancelled(turns))
 
 
 def test_a_command_that_is_not_there_was_certainly_not_run() -> None:

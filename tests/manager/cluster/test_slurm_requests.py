@@ -1,0 +1,50 @@
+"""What SlurmCluster makes of a request that salloc cannot serve at once, with commands that say what Slurm's do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rrl.manager.cluster import AllocationState, Ask
+from rrl.manager.cluster.slurm import SlurmCluster
+from rrl.manager.cluster.slurm_commands import SlurmLimits
+from rrl.spec.jobview import Resources
+
+ASK = Ask("run-1.pool", 1, Resources(cpus=1), 600.0, comment="rrl run-1")
+TRIED = "5|5|CANCELLED||run-1.pool|None|rrl run-1 run-1.pool"
+QUEUED = "6|6|PENDING||run-1.pool|Resources|rrl run-1 run-1.pool"
+
+
+def squeue(*jobs: str) -> str:
+    lines = "".join("\\036" + job.replace("|", "\\037") + "\\n" for job in jobs)
+    return f'case "$*" in *" -s "*) ;; *) printf "{lines}" ;; esac'
+
+
+def commands(folder: Path, **scripts: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
+
+def test_what_salloc_tried_in_vain_is_not_the_end_of_what_sbatch_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "salloc: Pending job allocation 5\nsalloc: error: Unable to allocate resources: Connection timed out"
+    commands(tmp_path / "bin", salloc=f"echo '{said}' >&2; exit 1", scancel="", sbatch="echo 6", squeue=squeue(TRIED))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+
+    async def asked() -> None:
+        slurm = SlurmCluster("run-1", "python", SlurmLimits(interval=0.0), hold="salloc")
+        await slurm.request(ASK)
+        early = await slurm.observe()  # squeue lists it before sbatch's job
+        assert early.allocations == {}, early
+        commands(tmp_path / "bin", squeue=squeue(TRIED, QUEUED))
+        seen = (await slurm.observe()).allocations
+        assert seen is not None
+        assert (seen["run-1.pool"].state, seen["run-1.pool"].job) == (AllocationState.PENDING, "6")
+        await slurm.close()
+
+    asyncio.run(asked())

@@ -1,0 +1,48 @@
+"""A manager whose run directory was removed gives everything back on its own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Request, Why
+from rrl.manager.cluster import Ask, Cluster, Refused
+from rrl.manager.fold import fold
+from rrl.manager.runtime import Manager
+from rrl.manager.state import State
+from rrl.spec.rundir import RunDir
+from rrl.tests.manager.jobs import NODE, RUN, job
+
+FIRST, OTHER = f"{RUN}.a", f"{RUN}.b"
+
+
+class HetJob:
+    """Refuses, as Slurm's backend does, to give its first component back before the other one."""
+
+    def __init__(self) -> None:
+        self.given_back: list[str] = []
+
+    async def release(self, tag: str) -> None:
+        if tag == FIRST and OTHER not in self.given_back:
+            raise Refused(f"{OTHER} would end with it")
+        self.given_back.append(tag)
+
+
+def test_the_first_component_of_a_heterogeneous_job_is_given_back_after_the_others(tmp_path: Path) -> None:
+    asked = Request(Ask(FIRST, 1, NODE, 60.0, more=(Ask(OTHER, 1, NODE, 60.0),)), Why(("because",)))
+    events: tuple[ev.Event, ...] = (ev.RunStarted(RUN, job()), ev.Intended(asked), ev.Done(FIRST, True))
+    state: State | None = None
+    for seq, event in enumerate(events, 1):
+        state = fold(state, ev.Stamped(seq, 0.0, 1, event))
+    cluster = HetJob()
+
+    async def abandoned() -> str | None:
+        manager = Manager(RunDir(tmp_path / RUN), cast(Cluster, cluster), job(), "job.toml", "127.0.0.1")
+        cast(Any, manager)._state = state
+        await manager._abandon()
+        return manager.leaving
+
+    assert asyncio.run(abandoned()) == "its run directory was removed"
+    assert cluster.given_back == [OTHER, FIRST]
