@@ -23,7 +23,18 @@ _READ = 4096
 async def probe(first: FirstProcess) -> str:
     """What keeps roles from running here, on one line; empty: nothing does, or it was not asked for.
 
-    The probe runs behind the same prelude and in the same environment as roles do, in a process of its own: an agent
+    Asked twice before it is believed, where time allows: shared storage stutters when every node imports at once, and a
+    node that fails its probe is not used by this run."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    said = await _probed(first)
+    if said and first.why is None and loop.time() - began < first.launch.probe_within / 2:
+        said = await _probed(first)
+    return said
+
+
+async def _probed(first: FirstProcess) -> str:
+    """The probe runs behind the same prelude and in the same environment as roles do, in a process of its own: an agent
     that imports torch itself would keep gigabytes mapped. It leaves no process behind."""
     launch = first.launch
     try:

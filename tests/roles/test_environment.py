@@ -192,6 +192,7 @@ def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Pat
         ((), "import json, asyncio", ""),
         (("(setsid sleep 1006 &)",), "import json", ""),
         (("export PYTHONPATH=/opt/x",), "import os; assert os.environ['PYTHONPATH'] == '/opt/x'", ""),
+        ((), "import os; os.path.exists('once') or (open('once', 'w'), 1 / 0)", ""),  # the second try counts
         ((), "import json, no_such_module", "failed (exit 1): ModuleNotFoundError: No module named 'no_such_module'"),
         (("source /no/such/profile",), "", "[env] setup line 1 failed (exit 1): "),
         ((), "import time; time.sleep(1004)", "did not end within 0.3 s"),
