@@ -18,7 +18,7 @@ from rrl.manager import own_job
 from rrl.manager.asks import first_asks
 from rrl.manager.cluster import Ask, Refused, Unanswered
 from rrl.manager.cluster.slurm_ask import script
-from rrl.manager.cluster.slurm_commands import SlurmLimits, execute, failure
+from rrl.manager.cluster.slurm_commands import SlurmLimits, execute, failure, unanswered
 from rrl.manager.cluster.slurm_shapes import SHAPES_FORMAT, Partition, chosen, read_partitions, shown, wanted
 from rrl.manager.cluster.slurm_text import Unreadable, fields
 from rrl.spec.job import Job
@@ -127,7 +127,8 @@ async def _tested(
         return [_unasked(error)]
     if not ended.code:
         return []
-    if isinstance(meant := failure("sbatch", ended), Unanswered) and "allocation failure" not in ended.err:
+    meant = failure("sbatch", ended)
+    if unanswered(ended.err) or (isinstance(meant, Unanswered) and "allocation failure" not in ended.err):
         return [_unasked(meant)]
     said = "; ".join(dict.fromkeys(map(_plain, filter(_telling, ended.err.splitlines()))))
     certain = roomy or _PERHAPS_DOWN.search(said) is None

@@ -132,7 +132,8 @@ class SamplingTable(Table):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """of the sampling, and of the log-probabilities in the loss"""
     ahead: Annotated[int, Field(ge=0)] = 1
-    """batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old"""
+    """batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old,
+    where a step takes longer than the 0.1 s in which new weights reach the rollouts"""
 
 
 class LimitsTable(Table):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from policy import Policy
 from torch import Tensor
 
 import rrl
+
+STEP_SECONDS = 0.1
+"""A step of a real model takes longer. New weights reach the rollouts within about 0.1 s: in steps of 0.01 s they would
+sample with weights of ten steps ago, and what is learnt from that is nothing (seen)."""
 
 
 def main() -> None:
@@ -26,10 +32,11 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+                time.sleep(STEP_SECONDS)
             with me.phase("checkpoint"):
                 file = me.checkpoint_dir(batch.number) / "state.pt"
                 torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}, file)
-                me.commit(batch.number, [file], {"loss": float(loss)})
+                me.commit(batch.number, [file], {"loss": loss.item()})
             me.publish(batch.number, rrl.pack(policy.state_dict()))
 
 

@@ -13,6 +13,8 @@ import pytest
 from rrl.tests.lab import netns, slurm_processes
 from rrl.tests.lab.slurm import SlurmLab
 
+pytestmark = pytest.mark.soak  # and part of make test-slurm-versions
+
 
 @pytest.fixture
 def lab(isolated_lab: SlurmLab) -> Iterator[SlurmLab]:

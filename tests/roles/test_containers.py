@@ -15,7 +15,7 @@ from rrl.spec.prelude import prelude
 from rrl.spec.processes import Process, look
 from rrl.spec.rundir import write_atomically
 from rrl.tests.lab.first import Lab, eventually, lab
-from rrl.transport.messages import AgentHello, Gone, StepExit
+from rrl.transport.messages import AgentBeat, AgentHello, Gone, StepExit
 
 FAKE = Path(__file__).parent.parent / "lab" / "fake_apptainer"
 ROLE = RoleView("rollout", "rollout", 1, 1, Resources(cpus=1, gpus=1), True, (), {}, "apptainer", "box.sif")
@@ -79,6 +79,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its
                 step.terminate()
                 assert (await manager.hears(StepExit)).why == "asked"
             else:
+                await manager.hears(AgentBeat, lambda beat: launch.tag in beat.alive)  # else there is no witness
                 step.send_signal(9)
                 await at.end_of(step)
                 assert await manager.hears(Gone) == Gone(launch.life, launch.tag, launch.node)

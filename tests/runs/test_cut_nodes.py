@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from rrl.manager import events as ev
 from rrl.manager.cluster import NodeState
 from rrl.roles.link import FENCED_EXIT
@@ -12,6 +14,8 @@ from rrl.spec.launch import read_exit
 from rrl.spec.words import Life, ReplicaId
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.soak  # and part of make test-slurm-versions
 
 VICTIM = ReplicaId("rollout/1")
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections import Counter
 
+import pytest
+
 from rrl.manager import events as ev
 from rrl.spec.words import ReplicaId
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_on
 from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.soak  # and part of make test-slurm-versions
 
 ALLOWED = '[recovery]\nbackoff = "100ms"\n[faults]\nallow = true\n'
 

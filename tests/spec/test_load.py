@@ -350,7 +350,7 @@ _PIECES = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_no_mutation_of_a_valid_file_gives_anything_but_a_job_or_lines(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
