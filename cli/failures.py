@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 from rrl.manager import events as ev
 from rrl.manager.actions import Decision, Fence, Finish, Launch, StopStep
 from rrl.spec.faults import TRAITS, Hits
-from rrl.spec.words import Finding, Life, NodeName, Verdict
+from rrl.spec.words import Finding, Life, NodeName, Verdict, role_of
 
 
 class Failure(Struct, frozen=True):
@@ -144,4 +144,4 @@ def of(whose: str | None, failure: Failure) -> bool:
     life = failure.life
     if whose is None or life is None:
         return whose is None
-    return whose in (life.replica.partition("/")[0], life.replica, str(life))
+    return whose in (role_of(life.replica), life.replica, str(life))

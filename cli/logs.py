@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import msgspec
 from rrl.cli.asking import BadInput, Reader, find_run
 from rrl.cli.log_files import Log, all_logs
 from rrl.cli.log_lines import LifeTail, Line, Wanted
+from rrl.spec.descriptors import raise_nofile
 from rrl.spec.loglines import STAMP, seconds_of, stamp
 from rrl.spec.rundir import RunDir
 
@@ -38,7 +38,7 @@ def logs(
     if failed and follow:
         raise BadInput("--failed tells what has happened, --follow what comes: ask for one of them")
     run = find_run(name)
-    _many_files()
+    raise_nofile()  # a merge holds all its files open
     printer = Printer(json)
     if failed:
         from rrl.cli.failed_logs import show_failures
@@ -124,12 +124,6 @@ def _nothing(run: RunDir, whose: str | None) -> str:
     if whose is not None and _may_come(run, whose):
         return f'"{whose}" of {run.id} has written nothing; there are logs of: {", ".join(there)}'
     return f'{run.id} has no logs of "{whose}"; there are: {", ".join(there)}'
-
-
-def _many_files() -> None:
-    """A merge holds all its files open, and a large run has more than the 1024 that a shell usually allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 # ── what is shown ──────────────────────────────────────────────────────────────────────────────────────────────────

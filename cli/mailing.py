@@ -11,7 +11,7 @@ import msgspec
 from rrl.cli.asking import Failed, job_of
 from rrl.manager.lease import holder
 from rrl.manager.mailbox import Letter
-from rrl.spec.jobview import JobView, Limits
+from rrl.spec.jobview import Limits
 from rrl.spec.rundir import RunDir, write_atomically
 
 PAUSE = 0.2
@@ -28,18 +28,12 @@ def send(run: RunDir, letter: Letter) -> str:
     return name
 
 
-def manager_job(run: RunDir, job: JobView) -> str:
-    """Name of the Slurm job that brings the run's first manager."""
-    return f"{run.id}.{'pool' if job.manager.where == 'pool' else 'manager'}"
-
-
 class Presence:
     """Whether a run's manager is there, by what this process itself sees of its lease."""
 
     def __init__(self, run: RunDir) -> None:
         job = job_of(run)
-        self._run = run
-        self._queued = manager_job(run, job) if job is not None and job.cluster == "slurm" else ""
+        self._run, self._job = run, job
         self._patience = 2 * (job.limits.lease if job is not None else Limits().lease)
         self._held, self._moved = holder(run), time.monotonic()
 
@@ -51,10 +45,15 @@ class Presence:
 
     def nobody(self, what: str) -> str:
         """That nobody is there to do ``what``, and who would."""
-        waiting = f" (or, if its manager still waits in the queue: scancel --name={self._queued})"
+        waiting = ""
+        if self._job is not None and self._job.cluster == "slurm":
+            from rrl.manager.own_job import starting
+
+            queued = starting(self._run.id, self._job)
+            waiting = f" (or, if its manager still waits in the queue: scancel --name={queued})"
         return (
             f"no manager of {self._run.id} is alive to {what}; start one, which will do so: rrl manage {self._run.id}"
-            f"{waiting if self._queued else ''}"
+            f"{waiting}"
         )
 
 

@@ -51,9 +51,9 @@ def waiting(run: RunDir) -> str:
     """What a run without a journal waits for."""
     job = job_of(run)
     if job is not None and job.cluster == "slurm":
-        from rrl.cli.mailing import manager_job
+        from rrl.manager.own_job import starting
 
-        return f"its manager has not started yet (squeue --name={manager_job(run, job)} tells why)"
+        return f"its manager has not started yet (squeue --name={starting(run.id, job)} tells why)"
     return f"its manager has not started yet (its output: {run.submit})"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 
 from rrl.manager import events as ev
@@ -11,6 +10,7 @@ from rrl.manager.actions import Launch, StopStep
 from rrl.manager.cluster import Cluster, Step
 from rrl.manager.hearing import Send
 from rrl.manager.launching import job_dir_of, write_launch
+from rrl.manager.saying import say
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
 from rrl.transport import messages as msg
@@ -63,7 +63,7 @@ class Deeds:
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            print(f"rrl: {task.exception()}", file=sys.stderr, flush=True)
+            say(str(task.exception()))
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

@@ -5,8 +5,6 @@ Nothing here decides. A beat only refreshes a sighting: no event, no disk.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +12,7 @@ from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.admission import GpusTaken, memory_locks
 from rrl.manager.first_words import words_of
+from rrl.manager.saying import say
 from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitRecord, read_exit, tag_of
 from rrl.spec.rundir import RunDir
@@ -90,7 +89,7 @@ class Ear:
         first = replica.first if replica.step == message.tag else None
         if first is not None and (first.node, first.pid) != (message.node, message.pid):
             why = f"{message.tag} is process {first.pid} on {first.node}, not {message.pid} on {message.node}"
-            _say(f"{why}: the second one is sent away")
+            say(f"{why}: the second one is sent away")
             await self._send(incoming.peer, msg.Admitted(message.tag, False, why, another=True), incoming.ask)
             return
         if state.verdict is not None and (held is not None or (replica.step == message.tag and replica.pid)):
@@ -166,7 +165,7 @@ class Ear:
         joined = known.status is Status.JOINED and known.pid is not None and life not in self._left
         if joined and (known.host, known.pid) != (message.host, message.pid):
             told = f"{life} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
-            _say(f"{told}: the second one is refused")
+            say(f"{told}: the second one is refused")
             await self._send(incoming.peer, msg.Fenced(life, told), None)
             return
         self._left.discard(life)
@@ -235,8 +234,3 @@ class Ear:
     def _phase(self, message: msg.Beat | msg.Entered) -> None:
         if self._state().replica(message.life.replica).phase != message.phase:
             self._record(ev.PhaseEntered(message.life, message.phase, message.waits_for))
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # our own output lies on the run's disk, which may be full
-        print(f"rrl: {text}", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ def main() -> int:
         code = subprocess.call([sys.executable, "-P", "-c", _MANAGE, str(run.path)])
         if _surely_ended(run):
             break
-        gone = gone + 1 if _removed(run) else 0
+        gone = gone + 1 if run.removed() else 0
         pause = PAUSE if time.monotonic() - began > SETTLED else pause
         print(f"rrl: the manager ended with {code} before the run did; another one follows in {pause:g} s", flush=True)
         time.sleep(pause)
@@ -49,11 +49,6 @@ def _surely_ended(run: RunDir) -> bool:
     except (JournalError, OSError) as error:
         print(f"rrl: {error}", flush=True)
         return False
-
-
-def _removed(run: RunDir) -> bool:
-    """Nobody can manage it any more; storage that is away would take the folder of all runs along."""
-    return not run.path.exists() and run.path.parent.is_dir()
 
 
 def ended(run: RunDir) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from msgspec import Struct
 
 from rrl.manager.events import Stamped
 from rrl.manager.fold import fold
+from rrl.manager.saying import say
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
 
@@ -80,7 +80,7 @@ class Journal:
         """what the journal said when this epoch took it over; None for a new run"""
         if torn := follower.torn:
             told = f"{follower.where[0]}: {torn} bytes of an unfinished record are ignored"
-            print(f"rrl: {told}; nobody was told of it", file=sys.stderr, flush=True)
+            say(f"{told}; nobody was told of it")
         self._path, self._fd = self._open(self.state, *follower.where)
 
     def append(self, stamped: Stamped) -> None:

@@ -13,7 +13,7 @@ from rrl.manager.containers import APPTAINER, NO_USER_SITE, PYXIS, apptainer, py
 from rrl.manager.state import State
 from rrl.spec.environment import ALLOWED, OF_THE_HOST, passing
 from rrl.spec.jobview import JobView, Resources, RoleView
-from rrl.spec.launch import Launch
+from rrl.spec.launch import BEAT_ENV, Launch
 from rrl.spec.prelude import prelude
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import AGENT, role_of
@@ -123,7 +123,7 @@ def environment(job: JobView, each: Resources, job_dir: str) -> dict[str, str]:
     if folder := os.path.dirname(job.env.python):  # "python" in a command is the one that has rrl
         inherited["PATH"] = os.pathsep.join((folder, inherited.get("PATH", os.defpath)))
     return inherited | {
-        "RRL_BEAT": str(job.limits.beat),
+        BEAT_ENV: str(job.limits.beat),
         "RRL_JOB_DIR": job_dir,
         "OMP_NUM_THREADS": str(each.cpus),
         "PYTHONUNBUFFERED": "1",

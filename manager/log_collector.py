@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from rrl.manager import events as ev
 from rrl.manager import log_copies
 from rrl.manager.actions import Fence
 from rrl.manager.log_copies import Copies
+from rrl.manager.saying import say
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import Life
@@ -90,7 +90,7 @@ class LogCollector:
             self._loop.run_until_complete(self._listen(run, keys, epoch, host, tell))
         except Exception as error:
             tell(error)
-            print(f"rrl: logs are no longer collected: {error!r}", file=sys.stderr, flush=True)
+            say(f"logs are no longer collected: {error!r}")
         finally:
             self._loop.close()
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from rrl.manager.saying import say
 from rrl.spec.faults import Fault
 from rrl.spec.rundir import RunDir
 
@@ -37,7 +37,7 @@ def letters(run: RunDir) -> list[Letter]:
         try:
             letter = msgspec.json.decode(_read(path, owner), type=Letter)
         except (OSError, msgspec.MsgspecError) as error:
-            print(f"rrl: the mailbox holds no command in {path.name}: {error}", file=sys.stderr, flush=True)
+            say(f"the mailbox holds no command in {path.name}: {error}")
             path.rename(path.with_suffix(".bad"))
             continue
         waiting.append(msgspec.structs.replace(letter, id=path.stem))

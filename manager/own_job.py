@@ -22,6 +22,7 @@ from rrl.manager.asks import first_asks
 from rrl.manager.cluster import Refused, Unanswered
 from rrl.manager.cluster.slurm_ask import script
 from rrl.manager.cluster.slurm_commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
+from rrl.manager.saying import say
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
 
@@ -120,8 +121,8 @@ async def keep_successor(run: RunDir, view: JobView, manage: Callable[[RunDir], 
         except (Refused, Unanswered, RuntimeError, OSError) as error:
             if isinstance(error, Unanswered) or unanswered(str(error)):
                 continue  # Slurm is away for a while, or has queued it after all: the next look tells
-            print(f"rrl: no successor could be queued, this is the last manager that starts by itself: {error}; should"
-                  f" it end before the run does: rrl manage {run.id}", file=sys.stderr, flush=True)  # fmt: skip
+            say(f"no successor could be queued, this is the last manager that starts by itself: {error}; should it end"
+                f" before the run does: rrl manage {run.id}")  # fmt: skip
             return
 
 
@@ -137,7 +138,7 @@ async def withdraw(run_id: str, view: JobView) -> str:
     """Take from the queue what would start a manager. Returns why that could not be done: such a manager leaves by
     itself when its turn comes."""
     try:
-        ended = await execute(("scancel", "--state=PENDING", f"--name={_starting(run_id, view)}"), _WITHIN.write)
+        ended = await execute(("scancel", "--state=PENDING", f"--name={starting(run_id, view)}"), _WITHIN.write)
     except (Refused, Unanswered) as error:
         return str(error)
     return str(failure("scancel", ended)) if ended.code else ""
@@ -148,11 +149,11 @@ async def withdrawn(run_id: str, view: JobView) -> bool:
     if await withdraw(run_id, view):
         return False
     try:
-        return not await _listed(_starting(run_id, view))
+        return not await _listed(starting(run_id, view))
     except (Refused, Unanswered):
         return False
 
 
-def _starting(run_id: str, view: JobView) -> str:
+def starting(run_id: str, view: JobView) -> str:
     """Name of the job that starts a manager."""
     return first_asks(run_id, view)[0].tag if view.manager.where == "pool" else name(run_id)

@@ -21,7 +21,7 @@ from rrl.manager.hearing import Send
 from rrl.manager.state import State
 from rrl.spec.faults import MANAGER, TRAITS, Fault, FaultKind, Hits
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import AGENT, Life, replica_id
+from rrl.spec.words import AGENT, Life, replica_id, role_of
 from rrl.transport import messages as msg
 
 ANSWER_WITHIN = 20.0
@@ -128,7 +128,7 @@ class Performer:
         """Most strike at the role's next call of the worker API, however long that takes."""
         assert action.life is not None
         peer = self._worker(action.life)
-        if peer is None or self._state().job.role(action.life.replica.partition("/")[0]).watch != "api":
+        if peer is None or self._state().job.role(role_of(action.life.replica)).watch != "api":
             raise Refused(f"{action.life} cannot be told: {action.fault.kind} needs the worker API")
         await self._order(action, peer, ANSWER_WITHIN if action.fault.kind is FaultKind.EXIT else None)
 

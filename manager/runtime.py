@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -37,6 +36,7 @@ from rrl.manager.orders import events_of
 from rrl.manager.performer import Performer, abandoned
 from rrl.manager.planner import plan
 from rrl.manager.planner.wiring import Wiring, wire
+from rrl.manager.saying import say
 from rrl.manager.settle import Misses, hungry, settle
 from rrl.manager.state import State
 from rrl.spec.jobview import JobView
@@ -278,7 +278,7 @@ class Manager:
             if self._journal.full:
                 await asyncio.to_thread(self._journal.rotate, self.state)
         except OSError as error:
-            _say(f"the journal cannot be written, no action is taken: {error}")
+            say(f"the journal cannot be written, no action is taken: {error}")
             return False
         return True
 
@@ -289,7 +289,7 @@ class Manager:
             try:
                 await self._ear.hear(incoming)
             except (OSError, ValueError, KeyError) as error:  # one message must not end the manager
-                _say(f"{type(incoming.message).__name__} could not be heard: {error!r}")
+                say(f"{type(incoming.message).__name__} could not be heard: {error!r}")
 
     async def _look(self) -> None:
         """Look at the cluster: often while something is expected of it, else at the site's pace."""
@@ -325,13 +325,9 @@ class Manager:
                 await asyncio.to_thread(self._lease.renew)
                 removed = 0
             except OSError as error:
-                _say(f"the lease cannot be renewed: {error}")
-                removed = removed + 1 if await asyncio.to_thread(self._removed) else 0
+                say(f"the lease cannot be renewed: {error}")
+                removed = removed + 1 if await asyncio.to_thread(self._run_dir.removed) else 0
         await self._abandon()
-
-    def _removed(self) -> bool:
-        """Somebody removed the run directory; storage that is away would take the folder of all runs along."""
-        return not self._run_dir.path.exists() and self._run_dir.path.parent.is_dir()
 
     async def _abandon(self) -> None:
         """Nobody can manage this run any more: nothing may be left of it. What no release reaches, its agents end."""
@@ -339,7 +335,7 @@ class Manager:
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:
-                _say(f"{tag} could not be given back: {error}")
+                say(f"{tag} could not be given back: {error}")
         self.leave("its run directory was removed")
 
     async def _mailbox(self) -> None:
@@ -390,7 +386,7 @@ class Manager:
         try:
             self._journal.close()
         except OSError as error:
-            _say(f"the newest records cannot be written: {error}")
+            say(f"the newest records cannot be written: {error}")
 
     async def _release_lease(self) -> None:
         with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: it is waited out
@@ -410,11 +406,5 @@ async def _again(sense: Callable[[], Awaitable[None]]) -> None:
         try:
             await sense()
         except (OSError, ValueError, KeyError, msgspec.MsgspecError):
-            _say(traceback.format_exc())
+            say(traceback.format_exc())
         await asyncio.sleep(HUNGRY)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # our own output lies on the same disk, which may be full
-        print(f"rrl: {text}", file=sys.stderr, flush=True)
-

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import getpass
 import os
-import resource
 import secrets
 import shutil
 import signal
@@ -27,6 +26,8 @@ from rrl.manager.journal import JournalError
 from rrl.manager.launching import keep_passed
 from rrl.manager.lease import LeaseHeld, LeaseLost
 from rrl.manager.runtime import Manager
+from rrl.manager.saying import say
+from rrl.spec.descriptors import raise_nofile
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
 from rrl.spec.load import resolved
@@ -126,8 +127,7 @@ def run_here(run: RunDir, foreground: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
 
     SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a descriptor for each step, agent and worker
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_nofile()  # a descriptor for each step, agent and worker
     for attempt in range(RETRIES + 1):
         try:
             outcome = asyncio.run(_run(run, foreground))
@@ -158,14 +158,14 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     try:
         outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
     except LeaseLost as error:
-        print(f"rrl: {error}; leaving", file=sys.stderr, flush=True)
+        say(f"{error}; leaving")
         return None
     finally:
         succession.cancel()
         await asyncio.gather(succession, return_exceptions=True)
     queued = outcome is not None and view.cluster == "slurm" and view.manager.where == "job"
     if queued and (left := await own_job.withdraw(run.id, view)):
-        print(f"rrl: a manager may still wait in the queue, and will leave at once: {left}", file=sys.stderr)
+        say(f"a manager may still wait in the queue, and will leave at once: {left}")
     return outcome
 
 

@@ -18,7 +18,7 @@ from rrl.manager import own_job
 from rrl.manager.asks import first_asks
 from rrl.manager.cluster import Ask, Refused, Unanswered
 from rrl.manager.cluster.slurm_ask import script
-from rrl.manager.cluster.slurm_commands import SlurmLimits, execute, failure, unanswered
+from rrl.manager.cluster.slurm_commands import NO_CLUSTER, SlurmLimits, execute, failure, unanswered
 from rrl.manager.cluster.slurm_shapes import SHAPES_FORMAT, Partition, chosen, read_partitions, shown, wanted
 from rrl.manager.cluster.slurm_text import Unreadable, fields
 from rrl.spec.job import Job
@@ -39,7 +39,6 @@ _PERHAPS_DOWN = re.compile(r"configuration (is )?not available|nodes are busy|no
 """said of nodes that are down or drained, too"""
 
 
-_NO_CLUSTER = "Could not establish a configuration source"
 _NARROWING = ("gres", "constraint", "nodelist", "exclude")
 
 
@@ -71,7 +70,7 @@ async def troubles(job: Job, foreground: bool = False) -> list[Trouble]:
 
 
 def _unasked(error: Refused | Unanswered) -> Trouble:
-    if _NO_CLUSTER in str(error):
+    if NO_CLUSTER in str(error):
         return Trouble(("cluster", "kind"), "Slurm is installed here, and no cluster is configured; use a login node")
     return Trouble((), f"Slurm cannot be asked: {error}", certain=False)
 

@@ -18,12 +18,12 @@ from msgspec import Struct
 
 from rrl.roles.environment import on_this_node
 from rrl.roles.first import FirstProcess, say
-from rrl.roles.gpus import held_gpus_within
+from rrl.roles.gpus import Gpus, held_gpus_within
+from rrl.spec.launch import BEAT_ENV
 from rrl.spec.processes import descendants
 from rrl.spec.words import role_of
 from rrl.transport.messages import Beat, FirstWork, Hello
 
-BEAT_ENV = "RRL_BEAT"
 BUSY = 0.01
 """share of one core above which a command is at work; an interpreter that sleeps takes less than a tenth of it"""
 LOOK = 2.0
@@ -130,37 +130,3 @@ class StandIn:
         launch = self._first.launch
         host = socket.gethostname()
         return Hello(launch.life, launch.tag, self._first.node, host, self._pid, self._phase, gpus=self._held)
-
-
-class Gpus:
-    """The GPUs of this step, through nvidia-ml-py where it and a driver are installed. Every call may hang."""
-
-    def __init__(self) -> None:
-        self._handles: list[object] | None = None
-
-    def at_work(self) -> bool:
-        """NVML's nvmlDeviceGetUtilizationRates, gpu: percent of the past second or so in which a kernel ran."""
-        try:
-            import pynvml
-        except ImportError:
-            self._handles = []
-            return False
-        try:
-            if self._handles is None:
-                pynvml.nvmlInit()
-                self._handles = [_handle(pynvml, name) for name in _visible(pynvml.nvmlDeviceGetCount())]
-            return any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0 for handle in self._handles)
-        except pynvml.NVMLError:
-            self._handles = []
-            return False
-
-
-def _visible(count: int) -> list[str]:
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in range(count)] if given is None else [name for name in given.split(",") if name]
-
-
-def _handle(pynvml: object, name: str) -> object:
-    if name.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(name))  # type: ignore[attr-defined]
-    return pynvml.nvmlDeviceGetHandleByUUID(name)  # type: ignore[attr-defined]

@@ -25,13 +25,11 @@ from rrl.roles.faults import let_go
 from rrl.roles.first import FirstProcess, say
 from rrl.roles.injector import Injector
 from rrl.roles.processes import Census
-from rrl.spec.launch import Launch, read_exit, read_launch
+from rrl.spec.launch import BEAT_ENV, Launch, read_exit, read_launch
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
 from rrl.spec.words import Life
 from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject
 
-BEAT_ENV = "RRL_BEAT"
-"""s between two beats, in the launch file's environment"""
 BEAT = 1.0
 RECHECK = 0.2
 """s after which the exit record of a vanished step is looked for again: shared storage may show it late"""

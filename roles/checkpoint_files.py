@@ -53,9 +53,10 @@ def describe(run_dir: Path, files: Iterable[Path]) -> dict[str, Any]:
 
 
 def make_durable(files: Iterable[Path]) -> None:
-    """On the disk when it returns, names included: a commit record counts on it. Raises OSError."""
+    """On the disk when it returns, names included, the folder's too: a commit record counts on it. Raises OSError."""
     paths = list(files)
-    for path in (*paths, *{path.parent for path in paths}):
+    folders = {path.parent for path in paths}
+    for path in (*paths, *folders, *{folder.parent for folder in folders}):
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)

@@ -6,6 +6,7 @@ import os
 import resource
 from pathlib import Path
 
+from rrl.spec.descriptors import raise_nofile
 from rrl.spec.environment import of_a_launcher
 from rrl.spec.launch import Launch
 from rrl.transport.address import interface_on, own_address
@@ -14,9 +15,6 @@ ADDRESS_ENV = "RRL_ADDRESS"
 """where a role listens for others: chosen once, by its first process"""
 GPUS_ENV = "RRL_GPUS"
 """Slurm's numbers of the GPUs on this node that this step was given, with commas; unset where Slurm gave none"""
-NOFILE = 1_048_576
-"""Most open files that are asked for: Linux's fs.nr_open. Where containers allow 2**30, programs that go through all
-descriptors at their start take minutes."""
 _OF_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """what Slurm gave this step, as libraries read it; the manager could not know"""
@@ -72,9 +70,7 @@ def raise_limits() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (locked, locked))
-    soft, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = NOFILE if files == resource.RLIM_INFINITY else min(files, NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, enough), files))
+    raise_nofile()
 
 
 def see_all_gpus() -> None:

@@ -1,4 +1,4 @@
-"""Which GPUs a role has got: so that two roles that were given the same one are found out."""
+"""Which GPUs a role has got, so that two roles that were given the same one are found out; and whether they work."""
 
 from __future__ import annotations
 
@@ -50,4 +50,38 @@ def _uuids(visible: str) -> tuple[str, ...]:
 
 
 def _uuid(pynvml: Any, name: str) -> str:
-    return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(int(name)))) if name.isdigit() else name
+    return str(pynvml.nvmlDeviceGetUUID(_handle(pynvml, name))) if name.isdigit() else name
+
+
+def _handle(pynvml: Any, name: str) -> Any:
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    return pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+class Gpus:
+    """The GPUs of this step, through nvidia-ml-py where it and a driver are installed. Every call may hang."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] | None = None
+
+    def at_work(self) -> bool:
+        """NVML's nvmlDeviceGetUtilizationRates, gpu: percent of the past second or so in which a kernel ran."""
+        try:
+            import pynvml
+        except ImportError:
+            self._handles = []
+            return False
+        try:
+            if self._handles is None:
+                pynvml.nvmlInit()
+                self._handles = [_handle(pynvml, name) for name in _visible(pynvml.nvmlDeviceGetCount())]
+            return any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0 for handle in self._handles)
+        except pynvml.NVMLError:
+            self._handles = []
+            return False
+
+
+def _visible(count: int) -> list[str]:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(count)] if given is None else [name for name in given.split(",") if name]

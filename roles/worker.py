@@ -23,7 +23,7 @@ from rrl.roles.checkpoint_files import describe as describe_files
 from rrl.roles.checkpoint_files import fresh_folder, make_durable, verified
 from rrl.roles.link import Link, Stopping
 from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
-from rrl.spec.launch import LAUNCH_ENV, Launch, read_launch
+from rrl.spec.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
 from rrl.spec.phases import phase as phase_named
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import ReplicaId, Version, replica_id, role_of
@@ -98,7 +98,7 @@ class Worker:
         role = role_of(launch.life.replica)
         self.settings: dict[str, Any] = self._table(role)
         """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
-        self._link = Link(launch, run, keys, float(os.environ.get("RRL_BEAT", "1")), self.job["transport"])
+        self._link = Link(launch, run, keys, float(os.environ.get(BEAT_ENV, "1")), self.job["transport"])
         self._binding: Batch | None = None
         self._loaded: Version | None = None
         self._asked_committed = False

@@ -80,8 +80,9 @@ def _form(job: Job) -> None:
     if job.manager.where == "pool":
         raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
     if cluster.form == "hetjob" and not cluster.one_node_components:
-        small = [part.name for part in job.view("python").parts if part.nodes == 1]
-        if small and len(job.view("python").parts) > 1:
+        parts = job.view("python").parts
+        small = [part.name for part in parts if part.nodes == 1]
+        if small and len(parts) > 1:
             raise mistake(
                 ("cluster", "form"),
                 f"the components {', '.join(small)} would have one node each: Slurm kills them when a node of another"

@@ -13,6 +13,8 @@ from msgspec import Struct
 
 from rrl.spec.words import Life, NodeName
 
+BEAT_ENV = "RRL_BEAT"
+"""s between two beats of a worker, a step or an agent, in the launch file's environment"""
 LAUNCH_ENV = "RRL_LAUNCH"
 """Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""
 EXITED = "exited"

@@ -65,6 +65,10 @@ class RunDir:
                        self.checkpoints, self.submit, self.cluster):  # fmt: skip
             folder.mkdir(mode=0o700)
 
+    def removed(self) -> bool:
+        """Somebody removed it; storage that is away would take the folder of all runs along."""
+        return not self.path.exists() and self.path.parent.is_dir()
+
     def launch_file(self, tag: str) -> Path:
         return self.steps / f"{tag}.launch"
 

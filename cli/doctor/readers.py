@@ -32,7 +32,8 @@ from rrl.cli.doctor.facts import (
     Trials,
     Wanted,
 )  # fmt: skip
-from rrl.manager.cluster.slurm_commands import environment
+from rrl.manager import own_job
+from rrl.manager.cluster.slurm_commands import NO_CLUSTER, environment
 from rrl.manager.cluster.slurm_limits import look
 from rrl.roles.host import Ended, Unread, ask, command, filesystem, read_host
 from rrl.spec.rundir import runs_root
@@ -46,7 +47,6 @@ _HOST = 5.0
 MOST_PARTITIONS = 8
 """that are tried for the manager's job"""
 TRUE = "#!/bin/sh\ntrue\n"
-_NO_CLUSTER = "Could not establish a configuration source"
 _UNHEARD = re.compile(
     r"timed out|contact slurm|Zero Bytes|Connection (refused|reset)|connect failure|(send|receive) failure|munge|"
     r"Protocol authentication",
@@ -54,8 +54,11 @@ _UNHEARD = re.compile(
 )
 """It was not slurmctld that said no. ("Unspecified error" is what a site's submit filter gives, and is a no.)"""
 _SMALL = ("--cpus-per-task=1", "--mem=256M", "--time=10", "--no-requeue")
-_MANAGER = ("--requeue", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", "--time=10")
-"""as rrl.manager.submit asks for it"""
+_MANAGER = (
+    "--no-requeue", "--nodes=1", "--ntasks=1", f"--cpus-per-task={own_job.CPUS}", f"--mem={own_job.MEM_GB}G",
+    "--time=10",
+)  # fmt: skip
+"""as :mod:`rrl.manager.own_job` asks for it"""
 
 
 def read_facts(wanted: Wanted) -> Facts:
@@ -96,7 +99,7 @@ def read_slurm(wanted: Wanted) -> Slurm | str:
         },
         2 * WITHIN,
     )
-    if isinstance(first["config"], Unread) and _NO_CLUSTER in first["config"].why:
+    if isinstance(first["config"], Unread) and NO_CLUSTER in first["config"].why:
         return "Slurm's commands are installed here, and no cluster is configured"
     second = ask(
         {

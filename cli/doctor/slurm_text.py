@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from rrl.cli.doctor.facts import Accounts, Node, Nodes, Partition, Partitions
+from rrl.manager.cluster.slurm_shapes import gpus_by_type
 from rrl.manager.cluster.slurm_text import Unreadable, node_state
 from rrl.spec.units import seconds
 
@@ -46,19 +47,9 @@ def read_nodes(text: str) -> Nodes:
         partitions = tuple(filter(None, line.get("Partitions", "").split(",")))
         found.append(Node(
             line["NodeName"], partitions, node_state(line.get("State", "")), cpus=_count(line, "CPUTot"),
-            memory=_count(line, "RealMemory") * 2**20, gpus=read_gpus(line.get("Gres", "")),
+            memory=_count(line, "RealMemory") * 2**20, gpus=gpus_by_type(line.get("Gres", "")),
         ))  # fmt: skip
     return Nodes(tuple(found))
-
-
-def read_gpus(gres: str) -> dict[str, int]:
-    """From ``gpu:h100:8(S:0-1),gpu:2,shard:16``: type → count."""
-    gpus: dict[str, int] = {}
-    for one in re.sub(r"\([^)]*\)", "", gres).split(","):
-        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", one):
-            kind = match[1] or ""
-            gpus[kind] = gpus.get(kind, 0) + int(match[2] or 1)
-    return gpus
 
 
 def read_accounts(user: str, associations: str) -> Accounts:

@@ -24,6 +24,8 @@ MANAGER = "manager"
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
 """Prefixes of what Slurm sets inside a job, and of what changes its commands' defaults and formats."""
 
+NO_CLUSTER = "Could not establish a configuration source"
+"""what Slurm's commands say where they are installed and no cluster is configured"""
 _REFUSED = re.compile(
     "|".join((
         # the command did not even ask

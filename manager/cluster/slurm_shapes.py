@@ -10,6 +10,7 @@ from msgspec import Struct
 from rrl.manager.cluster import Ask, NodeState
 from rrl.manager.cluster.slurm_text import Unreadable, node_state, records
 from rrl.spec.jobview import Resources
+from rrl.spec.units import seconds
 
 SHAPES_FORMAT = ("%P", "%D", "%c", "%m", "%G", "%T", "%l", "%s")
 """for ``sinfo -e -h -o``: partition, nodes of one kind, CPUs, MiB, gres, state, longest time, nodes a job may have"""
@@ -68,20 +69,19 @@ def read_partitions(text: str) -> list[Partition]:
     return partitions
 
 
-def gpus_of(gres: str) -> int:
-    """GPUs of a node, from ``gpu:2``, ``gpu:a100:4(S:0-1),shard:8`` or ``(null)``."""
-    found = re.findall(r"(?:^|,)gpu(?::[^,:()]+)?:(\d+)", gres)
-    return sum(int(count) for count in found)
+def gpus_by_type(gres: str) -> dict[str, int]:
+    """GPUs of a node, from ``gpu:h100:8(S:0-1),gpu:2,shard:16`` or ``(null)``: type → count."""
+    gpus: dict[str, int] = {}
+    for one in re.sub(r"\([^)]*\)", "", gres).split(","):
+        if match := re.fullmatch(r"gpu(?::([^:]+?))??(?::(\d+))?", one):
+            kind = match[1] or ""
+            gpus[kind] = gpus.get(kind, 0) + int(match[2] or 1)
+    return gpus
 
 
 def seconds_of(text: str) -> float:
     """From ``infinite``, ``30:00``, ``12:00:00`` or ``1-00:00:00`` (squeue(1)). Raises ValueError."""
-    if text in ("infinite", "UNLIMITED", "n/a"):
-        return float("inf")
-    days, _, clock = text.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    hours, minutes, seconds = [0] * (3 - len(parts)) + parts
-    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return float("inf") if text in ("infinite", "UNLIMITED", "n/a") else float(seconds(text))
 
 
 def chosen(partitions: list[Partition], options: Mapping[str, str]) -> list[Partition]:
@@ -102,7 +102,7 @@ def shown(node: Resources) -> str:
 
 
 def _shape(count: str, cpus: str, mem: str, gres: str, state: str) -> Shape:
-    node = Resources(int(cpus), gpus_of(gres), int(mem) * 2**20)
+    node = Resources(int(cpus), sum(gpus_by_type(gres).values()), int(mem) * 2**20)
     return Shape(int(count), node, node_state(state) is NodeState.UP)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a trainer of one process: written durably, read only by the manifest of the commit record.
+"""Checkpoints of a trainer of one process: written whole, read only by the manifest of the commit record.
 
 A checkpoint counts once the store has committed it, not before. What is written here and never committed is garbage,
 and so is what lies further back than the last few commits.
@@ -6,7 +6,6 @@ and so is what lies further back than the last few commits.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,11 @@ class Checkpoints:
         """names of the folders of the last commits, the newest last"""
 
     def write(self, folder: Path, state: dict[str, Any]) -> list[Path]:
-        """The state as files in ``folder``, which is fresh; durable when it returns. Returns the files to commit."""
+        """The state as files in ``folder``, which is fresh. Returns the files to commit, which makes them durable."""
         path = folder / _FILE
         with path.open("xb") as file:
             # The commits before this one travel in it: whoever restores it must not take them for garbage.
             torch.save({"state": state, "before": self._committed[-self._keep + 1 :]}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(folder)
-        _sync_folder(folder.parent)
         return [path]
 
     def read(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +61,3 @@ class Checkpoints:
             made_by = incarnation_of(folder.name)
             if made_by is not None and made_by <= self._incarnation and folder.name not in self._committed:
                 shutil.rmtree(folder, ignore_errors=True)  # garbage that resists must not end the training
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,6 +7,7 @@ import pytest
 from rrl.cli.doctor import slurm_text as text
 from rrl.cli.doctor.facts import Accounts, Node, Partition
 from rrl.manager.cluster import NodeState
+from rrl.manager.cluster.slurm_shapes import gpus_by_type
 from rrl.manager.cluster.slurm_text import Unreadable
 from rrl.tests.cli.findings import RECORDED
 
@@ -66,7 +67,7 @@ def test_nodes_are_read() -> None:
     ],
 )
 def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
-    assert text.read_gpus(gres) == gpus
+    assert gpus_by_type(gres) == gpus
 
 
 def test_accounts_are_read_as_sacctmgr_prints_them() -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.roles.environment import NOFILE, on_this_node, rdma_devices, see_all_gpus, ucx_devices
+from rrl.roles.environment import on_this_node, rdma_devices, see_all_gpus, ucx_devices
 from rrl.roles.gpus import held_gpus, held_gpus_within
+from rrl.spec.descriptors import NOFILE
 from rrl.spec.jobview import EnvView
 from rrl.spec.launch import Launch
 from rrl.spec.prelude import prelude

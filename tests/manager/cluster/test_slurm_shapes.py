@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.manager.cluster.slurm_shapes import Partition, chosen, gpus_of, read_partitions, seconds_of
+from rrl.manager.cluster.slurm_shapes import Partition, chosen, gpus_by_type, read_partitions, seconds_of
 from rrl.manager.cluster.slurm_text import Unreadable
 from rrl.spec.jobview import Resources
 
@@ -59,7 +59,7 @@ def test_a_job_runs_in_the_partitions_that_it_names_or_in_the_default_one() -> N
     [("(null)", 0), ("gpu:2", 2), ("gpu:a100:4(S:0-1),gpu:h100:2", 6), ("shard:8,gpu:1", 1), ("mps:gpu:3", 0)],
 )
 def test_gpus_are_counted_with_or_without_a_type(gres: str, gpus: int) -> None:
-    assert gpus_of(gres) == gpus
+    assert sum(gpus_by_type(gres).values()) == gpus
 
 
 @pytest.mark.parametrize(
