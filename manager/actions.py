@@ -16,8 +16,11 @@ class Rung(StrEnum):
 
     IN_PLACE = "restart in place"
     SPARE = "spare node"
+    STANDBY = "warm standby"
+    """a rollout's node, whose shadow becomes the member; the rollout is made up for in the background"""
     REPLACEMENT = "replacement allocation"
     DEGRADED = "go on degraded"
+    WHOLE = "restart the whole run from its checkpoint"
     GIVE_UP = "release everything"
 
 
@@ -61,6 +64,8 @@ class Launch(Struct, frozen=True, tag=True):
     allocation: str
     node: NodeName
     why: Why
+    shadow: Life | None = None
+    """nothing is started: this shadow, whose step it is, becomes the life"""
 
     @property
     def tag(self) -> str:
@@ -95,14 +100,53 @@ class Perform(Struct, frozen=True, tag=True):
         return f"fault:{self.fault.id}"
 
 
+class Drain(Struct, frozen=True, tag=True):
+    """Have the cluster give the node to nobody any more. ``reason`` begins with ``rrl:<run>:``, by which we know it."""
+
+    node: NodeName
+    reason: str
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.node}!drain"
+
+
+class Undrain(Struct, frozen=True, tag=True):
+    """Take back a drain of this run's own: one with exactly this reason, and no other."""
+
+    node: NodeName
+    reason: str
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.node}!undrain"
+
+
+class Shrink(Struct, frozen=True, tag=True):
+    """Give single nodes of a running allocation back, where the cluster can do that without hurting the others."""
+
+    allocation: str
+    nodes: tuple[NodeName, ...]
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.allocation}!shrink:{','.join(self.nodes)}"
+
+
 class Fence(Struct, frozen=True, tag=True):
-    """From now on a life is not believed. Decided and done in one: no intent, the event itself is the deed."""
+    """From now on a life is not believed. Decided and done in one: no intent, the event itself is the deed.
+
+    ``to``: where its replica is wanted next. ``charged``: it counts as a failure of the replica, on its budget; not
+    where it moves for another reason, restarts because a member of its gang failed, or was asked to by a person."""
 
     life: Life
     rung: Rung
     why: Why
     to: NodeName | None = None
-    """it has not failed: its replica moves to this node, and no budget is charged"""
+    charged: bool = True
 
     @property
     def tag(self) -> str:
@@ -131,10 +175,31 @@ class Finish(Struct, frozen=True, tag=True):
         return "finish"
 
 
-Outside = Request | Release | Launch | StopStep | Perform
+class Readmit(Struct, frozen=True, tag=True):
+    """An excluded node may be used again."""
+
+    node: NodeName
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return f"{self.node}!readmit"
+
+
+class RestartAll(Struct, frozen=True, tag=True):
+    """Every role's life is fenced and wanted again, in place: the whole run goes on from its last checkpoint."""
+
+    why: Why
+
+    @property
+    def tag(self) -> str:
+        return "restart-all"
+
+
+Outside = Request | Release | Launch | StopStep | Perform | Drain | Undrain | Shrink
 """Actions with a side effect outside: intent first, then the deed, then its result."""
 
-Decision = Fence | Exclude | Finish
+Decision = Fence | Exclude | Readmit | RestartAll | Finish
 """Actions that only change what is believed: the journal record is the deed."""
 
 Action = Outside | Decision

@@ -78,6 +78,8 @@ class AgentJoined(Struct, frozen=True, tag=True):
     pid: int
     probe: str = ""
     """what its node cannot do that the job's roles need (``[env] probe``), in its own words; empty: it can"""
+    keeps: str = ""
+    """where the snapshots that it keeps can be put and fetched, ``tcp://host:port``"""
 
 
 class Admitted(Struct, frozen=True, tag=True):
@@ -164,12 +166,16 @@ class FaultInjected(Struct, frozen=True, tag=True):
 
 
 class Commanded(Struct, frozen=True, tag=True):
-    """A person asked for something: ``cancel``."""
+    """A person asked for something: ``cancel``, ``restart``, ``drain`` or ``undrain``."""
 
     command: str
     by: str
     id: str
     """of the mailbox file: a command is taken once"""
+    target: str = ""
+    """the replica that is to restart, or the node"""
+    keep: bool = False
+    """``cancel``: the allocations are not given back"""
 
 
 class Ordered(Struct, frozen=True, tag=True):
@@ -179,6 +185,22 @@ class Ordered(Struct, frozen=True, tag=True):
     by: str
     id: str
     """of the mailbox file, as in :class:`Commanded`"""
+
+
+class Resumed(Struct, frozen=True, tag=True):
+    """A person had a run that has ended go on from its last commit, under the same id. ``steps`` and ``walltime`` (s)
+    replace the job's where they are given."""
+
+    by: str
+    steps: int | None = None
+    walltime: float | None = None
+
+
+class TokensSeen(Struct, frozen=True, tag=True):
+    """What rollouts have generated so far, all lives together, as told by their beats. Recorded when the trainer is
+    fenced and when it works again: so many tokens were made while it was away."""
+
+    total: int
 
 
 class RunEnded(Struct, frozen=True, tag=True):
@@ -191,7 +213,7 @@ class RunEnded(Struct, frozen=True, tag=True):
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | Done | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | FirstWorkDone | VersionHeld | StepCommitted
-    | FindingChanged | FaultInjected | Commanded | Ordered | RunEnded
+    | FindingChanged | FaultInjected | Commanded | Ordered | Resumed | TokensSeen | RunEnded
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import contextlib
 import traceback
 from collections.abc import Awaitable, Callable
 
-from rrl.manager.actions import Launch, Outside, Perform, Release, Request, StopStep
+from rrl.manager.actions import Drain, Launch, Outside, Perform, Release, Request, Shrink, StopStep, Undrain
 from rrl.manager.cluster import Cluster, Refused, Step, Unanswered
 from rrl.manager.events import Done, Event
 from rrl.manager.lease import LeaseLost
@@ -25,7 +25,7 @@ STEP_MARGIN = 3.0
 class Executor:
     """``record`` takes the resulting events, ``prepare`` writes a launch file, ``tell`` asks a step to stop and returns
     once it has ended (False: it did not), ``inject`` has a fault performed and tells what became of it, ``check``
-    raises LeaseLost."""
+    raises LeaseLost, ``adopt`` tells a shadow what it becomes (Refused: there is none to tell)."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Executor:
         tell: Callable[[StopStep, float], Awaitable[bool]],
         inject: Callable[[Perform], Awaitable[None]],
         check: Callable[[], None],
+        adopt: Callable[[Launch], Awaitable[None]],
     ) -> None:
         self._cluster = cluster
         self._record = record
@@ -42,6 +43,7 @@ class Executor:
         self._tell = tell
         self._inject = inject
         self._check = check
+        self._adopt = adopt
         self._running: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -91,6 +93,8 @@ class Executor:
         elif isinstance(action, Release):
             await self._cluster.release(action.allocation)
             self._record(Done(action.tag, True))
+        elif isinstance(action, Launch) and action.shadow is not None:
+            await self._adopt(action)  # settled when it is heard as what it became
         elif isinstance(action, Launch):
             try:
                 step = await asyncio.to_thread(self._prepare, action)
@@ -101,5 +105,16 @@ class Executor:
             if not await self._tell(action, action.grace + STEP_MARGIN):
                 await self._cluster.stop(action.step, action.grace)
             self._record(Done(action.tag, True))
-        else:
+        elif isinstance(action, Perform):
             await self._inject(action)
+        else:
+            await self._mark(action)
+            self._record(Done(action.tag, True))
+
+    async def _mark(self, action: Drain | Undrain | Shrink) -> None:
+        if isinstance(action, Drain):
+            await self._cluster.drain(action.node, action.reason)
+        elif isinstance(action, Undrain):
+            await self._cluster.undrain(action.node, action.reason)
+        else:
+            await self._cluster.shrink(action.allocation, action.nodes)

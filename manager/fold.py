@@ -8,8 +8,25 @@ from typing import Any
 import msgspec
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
+from rrl.manager.actions import (
+    Drain,
+    Exclude,
+    Fence,
+    Finish,
+    Launch,
+    Perform,
+    Readmit,
+    Release,
+    Request,
+    RestartAll,
+    Rung,
+    Shrink,
+    StopStep,
+    Undrain,
+)
+from rrl.manager.fold_marks import marked, marking, readmitted
 from rrl.manager.fold_nodes import allocation_changed, given_back, kept, node_changed, not_requested, requested
+from rrl.manager.fold_orders import commanded, ordered, resumed
 from rrl.manager.rewards import committed
 from rrl.manager.state import (
     NEVER_APPEARED,
@@ -26,7 +43,7 @@ from rrl.manager.state import (
 )  # fmt: skip
 from rrl.spec.faults import TRAITS, Hits
 from rrl.spec.launch import ENDED_AT_ONCE, EXITED, NOT_STARTED
-from rrl.spec.words import Life, NodeName, ReplicaId, Verdict, replica_id, role_of
+from rrl.spec.words import Life, NodeName, ReplicaId, Verdict, member_id, replica_id, role_of
 
 RETURN_PAUSE = 10.0
 """s before a give-back or a stop that the cluster refused is asked for again"""
@@ -49,7 +66,9 @@ def fold(state: State | None, stamped: ev.Stamped) -> State:
 
 
 def _run_started(event: ev.RunStarted, at: float) -> State:
-    ids = [replica_id(role.name, i) for role in event.job.roles for i in range(role.replicas)]
+    roles = event.job.roles
+    whole = [(replica_id(role.name, i), role.ranks) for role in roles for i in range(role.replicas)]
+    ids = [member_id(id, rank) for id, ranks in whole for rank in range(ranks)]
     replicas = {id: Replica(id, since=at, down_since=at) for id in ids}
     return State(run=event.run, job=event.job, started=at, replicas=replicas)
 
@@ -96,6 +115,8 @@ def _intended(state: State, at: float, event: ev.Intended) -> State:
         )  # fmt: skip
     if isinstance(action, Perform):
         return _performing(state, action)
+    if isinstance(action, Drain | Undrain | Shrink):
+        return marking(state, at, action)
     held_step = state.lingering.get(action.step)
     if held_step is None and not state.believed(action.life):
         return state
@@ -113,6 +134,8 @@ def _done(state: State, at: float, event: ev.Done) -> State:
         return state
     state = _with(state, intents=_without(state.intents, event.tag))
     action = intended.action
+    if isinstance(action, Drain | Undrain | Shrink):
+        return marked(state, at, action, event.ok, event.detail)
     if event.ok:
         if isinstance(action, StopStep):
             state = _settled_launch(state, action.step)  # whatever of it may still come is sent away
@@ -163,7 +186,15 @@ def _decided(state: State, at: float, event: ev.Decided) -> State:
         why = "; ".join(action.why.evidence) or "excluded"
         excluded = msgspec.structs.replace(node, excluded=why, excluded_at=at)
         return _with(state, nodes={**state.nodes, node.name: excluded})
+    if isinstance(action, Readmit):
+        return readmitted(state, at, action)
+    if isinstance(action, RestartAll):
+        return _restarted_all(state, at, action)
     return _fenced(state, at, action)
+
+
+def _restarted_all(state: State, at: float, action: RestartAll) -> State:
+    return state
 
 
 def _fenced(state: State, at: float, fence: Fence) -> State:
@@ -179,7 +210,7 @@ def _fenced(state: State, at: float, fence: Fence) -> State:
     if held.status is Status.JOINED:
         state = _replica(state, held.id, down_since=at)
     gone = [key for key, finding in state.findings.items() if finding.life == fence.life]
-    if fence.to is not None:
+    if not fence.charged:
         state = _replica(state, held.id, status=Status.WANTED, since=at, prefer=fence.to, not_before=at)
         return _with(state, findings=_without(state.findings, *gone))
     if finding_about(state, fence.life) is not None:
@@ -291,13 +322,8 @@ def _fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
     return state
 
 
-def _ordered(state: State, at: float, event: ev.Ordered) -> State:
-    return _with(state, commands=(*state.commands, event.id), ordered=(*state.ordered, event.fault))
-
-
-def _commanded(state: State, at: float, event: ev.Commanded) -> State:
-    state = _with(state, commands=(*state.commands, event.id))
-    return _with(state, cancelled_by=event.by) if event.command == "cancel" else state
+def _tokens_seen(state: State, at: float, event: ev.TokensSeen) -> State:
+    return state
 
 
 def _run_ended(state: State, at: float, event: ev.RunEnded) -> State:
@@ -326,7 +352,9 @@ _FOLD: dict[type, _Fold] = {
     ev.StepCommitted: _about(_step_committed),
     ev.FindingChanged: _finding_changed,
     ev.FaultInjected: _fault_injected,
-    ev.Commanded: _commanded,
-    ev.Ordered: _ordered,
+    ev.Commanded: commanded,
+    ev.Ordered: ordered,
+    ev.Resumed: resumed,
+    ev.TokensSeen: _tokens_seen,
     ev.RunEnded: _run_ended,
 }

@@ -41,7 +41,7 @@ from rrl.manager.settle import Misses, hungry, settle
 from rrl.manager.state import State
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import Finding, Life, Outcome, Verdict
+from rrl.spec.words import Finding, Life, Outcome, Verdict, rank_of, role_of
 from rrl.transport import messages as msg
 from rrl.transport.control import Listener
 from rrl.transport.keys import RunKeys
@@ -124,7 +124,8 @@ class Manager:
             run, self._cluster, lambda: self.state, self.record, self._listener.send, steps, self._ear.workers.get
         )
         self._executor = Executor(
-            self._cluster, self.record, deeds.prepare, deeds.tell_step, self._performer.perform, self._lease.check
+            self._cluster, self.record, deeds.prepare, deeds.tell_step, self._performer.perform, self._lease.check,
+            deeds.adopt,
         )
         stack.push_async_callback(self._executor.close)
         if self._state is None:
@@ -268,7 +269,8 @@ class Manager:
                 await self._listener.send(peer, peers)
 
     def _welcome(self, life: Life) -> msg.Welcome:
-        return msg.Welcome(life, wire(self.state).message(self.state.epoch, self._sent))
+        rank, world = rank_of(life.replica), self.state.job.role(role_of(life.replica)).ranks
+        return msg.Welcome(life, wire(self.state).message(self.state.epoch, self._sent), rank, world)
 
     async def _flush(self) -> bool:
         """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""

@@ -16,7 +16,20 @@ from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen
 from rrl.manager.rewards import Rewards
 from rrl.spec.faults import Fault
 from rrl.spec.jobview import JobView
-from rrl.spec.words import AGENT, Finding, Life, NodeName, Outcome, ReplicaId, Verdict, Version, role_of
+from rrl.spec.words import (
+    AGENT,
+    SHADOW,
+    Finding,
+    Life,
+    NodeName,
+    Outcome,
+    ReplicaId,
+    Verdict,
+    Version,
+    gang_of,
+    member_id,
+    role_of,
+)
 
 NEVER_APPEARED = "its step never appeared"
 """what becomes of a launch that was handed over, and neither spoke nor was ever listed"""
@@ -46,6 +59,10 @@ class Start(Struct, frozen=True):
     why: str = ""
     refused: bool = False
     """the cluster did not launch it there: the process never had its turn"""
+    step: int = 0
+    """the run's newest committed step at that time"""
+    first_step: bool = False
+    """its life had committed nothing"""
     injected: bool = False
     """a fault was injected into it"""
 
@@ -84,6 +101,10 @@ class Replica(Struct, frozen=True):
     failures: tuple[Start, ...] = ()
     prefer: NodeName | None = None
     """where the ladder wants its next life (restart in place)"""
+    shadow: Life | None = None
+    """its newest life is what this shadow became"""
+    commits: int = 0
+    """steps that its newest life committed (a gang's first member)"""
     not_before: float = 0.0
     """back-off: no launch before this time"""
     fault: str = ""
@@ -122,6 +143,14 @@ class Node(Struct, frozen=True):
     """why this run no longer uses it"""
     excluded_at: float = 0.0
     """manager's time (s) of that decision"""
+    exclusions: int = 0
+    """how often it was excluded"""
+    proved: bool = False
+    """by proof: it is not used again by itself"""
+    drained: str = ""
+    """the reason of our own drain that stands on it, or was asked for"""
+    keeps: str = ""
+    """where its agent keeps snapshots, ``tcp://host:port``"""
     probe: str | None = None
     """what it cannot do that roles need (``[env] probe``); empty: it can; None: its agent has not said yet"""
 
@@ -228,6 +257,14 @@ class State(Struct, frozen=True):
     """ids of the commands already taken"""
     cancelled_by: str = ""
     """who asked for the run's end"""
+    keep: bool = False
+    """they want to keep the allocations"""
+    restarts: dict[ReplicaId, str] = {}
+    """who asked for the restart of these replicas, and it has not begun"""
+    marks: dict[NodeName, tuple[str, str]] = {}
+    """nodes of which a person asked for a ``drain`` or ``undrain``, and who; until it is done"""
+    wholes: tuple[float, ...] = ()
+    """manager's times (s) of the restarts of the whole run within the recovery window"""
     recoveries: int = 0
     verdict: Finish | None = None
     """how the run ends, once that is decided; everything is then given back"""
@@ -249,8 +286,20 @@ class State(Struct, frozen=True):
 
 
 def workers(state: State) -> list[Replica]:
-    """Replicas of the job's roles, agents left out."""
-    return [replica for replica in state.replicas.values() if replica.role != AGENT]
+    """Members of the job's roles; agents and shadows left out."""
+    return [replica for replica in state.replicas.values() if replica.role not in (AGENT, SHADOW)]
+
+
+def gang(state: State, member: ReplicaId) -> list[Replica]:
+    """All members of its gang by rank; of a replica that is none, itself."""
+    whole = gang_of(member)
+    ranks = state.job.role(role_of(whole)).ranks
+    return [state.replica(member_id(whole, rank)) for rank in range(ranks)]
+
+
+def owner_of(state: State, step: str) -> Replica | None:
+    """Whose newest life a step carries: of a shadow's that was adopted, the member that it became."""
+    return next((replica for replica in state.replicas.values() if replica.step == step), None)
 
 
 def completes(job: JobView, role: str) -> bool:

@@ -188,6 +188,13 @@ class RecoveryTable(Table):
     backoff: Duration = _R.backoff
     first_start: Annotated[int, Field(ge=1)] = _R.first_start
     breaker: Annotated[float, Field(gt=0, le=1)] = _R.breaker
+    policy: Literal["role", "job", "requeue"] = "role"
+    adopt: Time = _R.adopt
+    whole: Annotated[int, Field(ge=0)] = _R.whole
+    drain: bool = _R.drain
+    exclusion: Time = _R.exclusion
+    failure_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """probability that a node fails on a day (Meta's RSC-1: 0.0065), for standbys = "auto"; 0: not known"""
 
 
 class TransportTable(Table):

@@ -23,6 +23,10 @@ class Role(Table):
     """GPUs of each replica"""
     mem: Size = 2**30
     """memory of each replica"""
+    ranks: Annotated[int, Field(ge=1, le=65536)] = 1
+    """processes of each replica: a gang that lives and dies together, each a step of its own with cpus, gpus and mem"""
+    ranks_per_node: Annotated[int, Field(ge=1)] = 1
+    """of these, how many share a node"""
     exclusive: bool = False
     """take a node of its own"""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
@@ -66,6 +70,15 @@ class TrainerRole(Role):
     """of the supervised steps"""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """committed checkpoints that stay on the disk"""
+    uncommitted: Annotated[int, Field(ge=1)] = 1
+    """steps that may be done while their checkpoints are still being written; then the trainer waits"""
+    warm: bool = True
+    """keep a process ready on its nodes and on spares, which becomes the trainer at once (about 400 MB each)"""
+    standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """rollouts whose nodes keep such a process too; auto: as many as the trainer has nodes (its largest parallel
+    group), or by [recovery] failure_rate as many as fail at once on one day of a hundred (ByteRobust)"""
+    snapshots: bool = True
+    """keep each step in the memory of the node and of another one as well: a restart need not read the disk"""
 
 
 class RolloutRole(Role):

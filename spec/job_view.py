@@ -9,7 +9,7 @@ import msgspec
 
 from rrl.spec import jobview
 from rrl.spec.job_faults import plan_faults
-from rrl.spec.job_roles import CommandRole, Role
+from rrl.spec.job_roles import CommandRole, Role, TrainerRole
 from rrl.spec.job_sites import EnvTable
 from rrl.spec.jobview import Part, Resources, RoleView
 
@@ -33,7 +33,8 @@ def viewed(job: Job, python: str) -> jobview.JobView:
     """``python``: the interpreter that runs rrl on the nodes, unless [env] names one."""
     python = job.env.python or python
     roles = tuple(
-        _role(name, role, python if role.launcher == "direct" else job.container.python, job.container.image)
+        _role(name, role, python if role.launcher == "direct" else job.container.python, job.container.image,
+              _standbys(job, role))
         for name, role in job.every_role().items()
     )
     parts = _parts(job, roles)
@@ -56,7 +57,7 @@ def viewed(job: Job, python: str) -> jobview.JobView:
         weights=job.transport.weights,
         manager=jobview.ManagerView(job.manager.where, {**kept, **own}),
         limits=job.merged_limits(),
-        recovery=msgspec.convert(job.recovery.model_dump(), jobview.Recovery),
+        recovery=msgspec.convert(job.recovery.model_dump(exclude={"failure_rate"}), jobview.Recovery),
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )
@@ -92,13 +93,33 @@ def _parts(job: Job, roles: tuple[RoleView, ...]) -> tuple[Part, ...]:
             options = sbatch({"exclusive": True, **job.slurm, **table.slurm})  # a node of its own, beside no other job
             walltime = table.walltime or cluster.walltime
             needed = role.min_replicas if separate else role.replicas
-            parts.append(
-                Part(role.name, (role.name,), role.replicas, role.each, walltime, options, separate, needed)
-            )
+            nodes, needed = role.replicas * role.nodes, needed * role.nodes
+            parts.append(Part(role.name, (role.name,), nodes, role.on_node, walltime, options, separate, needed))
     return tuple(sorted(parts, key=lambda part: -part.nodes))  # Slurm is kindest to the largest component as its first
 
 
-def _role(name: str, role: Role, python: str, image: str | None) -> RoleView:
+def _standbys(job: Job, role: Role) -> int:
+    """Rollouts whose nodes keep a shadow of the trainer."""
+    if not isinstance(role, TrainerRole) or not role.warm:
+        return 0
+    if role.standbys != "auto":
+        return role.standbys
+    nodes = -(-role.ranks // role.ranks_per_node)
+    return failing_at_once(nodes, job.recovery.failure_rate) if job.recovery.failure_rate else nodes
+
+
+def failing_at_once(nodes: int, rate: float, quantile: float = 0.99) -> int:
+    """How many of the nodes fail on a day, but for one day of a hundred: binomial (ByteRobust, papers.md 2.3)."""
+    chance = cumulated = (1 - rate) ** nodes
+    failing = 0
+    while cumulated < quantile and failing < nodes:
+        chance *= (nodes - failing) / (failing + 1) * rate / (1 - rate)
+        failing += 1
+        cumulated += chance
+    return max(1, failing)
+
+
+def _role(name: str, role: Role, python: str, image: str | None, standbys: int) -> RoleView:
     floor = 1 if name == "rollout" else role.replicas
     own = isinstance(role, CommandRole)
     return RoleView(
@@ -114,4 +135,8 @@ def _role(name: str, role: Role, python: str, image: str | None) -> RoleView:
         image="" if role.launcher == "direct" else role.image or image or "",
         watch=role.watch if isinstance(role, CommandRole) else "api",
         service=role.service if isinstance(role, CommandRole) else True,
+        ranks=role.ranks,
+        per_node=role.ranks_per_node,
+        warm=isinstance(role, TrainerRole) and role.warm,
+        standbys=standbys,
     )

@@ -43,6 +43,25 @@ class RoleView(Struct, frozen=True):
     """``api``: it joins by :func:`rrl.join`; ``activity``: its launcher watches CPU, GPU and output in its stead"""
     service: bool = True
     """it is to run as long as the others do; else its exit with code 0 completes it"""
+    ranks: int = 1
+    """members of each replica: a gang of so many processes that live and die together, each a step of its own"""
+    per_node: int = 1
+    """members that share a node"""
+    warm: bool = False
+    """nodes keep a shadow of it: its command, started and waiting in :func:`rrl.join` until it is needed"""
+    standbys: int = 0
+    """nodes of rollouts that keep a shadow too, and can be taken over"""
+
+    @property
+    def nodes(self) -> int:
+        """That each replica needs, where it takes whole nodes."""
+        return -(-self.ranks // self.per_node)
+
+    @property
+    def on_node(self) -> Resources:
+        """What its members on one node take together."""
+        n = min(self.ranks, self.per_node)
+        return Resources(self.each.cpus * n, self.each.gpus * n, self.each.mem * n)
 
 
 class EnvView(Struct, frozen=True):
@@ -159,6 +178,17 @@ class Recovery(Struct, frozen=True):
     """failed starts of a replica of which no life ever joined; then it is the job's mistake, not a node's"""
     breaker: float = 0.2
     """at most max(1, this share) of the nodes condemned within the window (docs/sources.md, guard rails)"""
+    policy: str = "role"
+    """``role``: only what failed comes back; ``job``: everything restarts in place from the last checkpoint (as
+    RobustRL configured ByteRobust); ``requeue``: all nodes are given back and asked for anew (plain Slurm)"""
+    adopt: float = 10.0
+    """s within which a shadow that was told to take part must be heard as what it became; then the next candidate"""
+    whole: int = 2
+    """restarts of the whole run within the window; then it ends"""
+    drain: bool = True
+    """drain nodes on which we found a hardware fault, where Slurm lets us; else their drain is only asked for"""
+    exclusion: float = 3600.0
+    """s after which a node that was condemned without proof may be used again; doubles each time"""
 
 
 class JobView(Struct, frozen=True):
@@ -211,12 +241,12 @@ class JobView(Struct, frozen=True):
 
 def pool_nodes(roles: tuple[RoleView, ...], node: Resources) -> int:
     """Nodes that the roles need: one for each exclusive replica, and as many as hold the others (first fit)."""
-    exclusive = sum(role.replicas for role in roles if role.exclusive)
+    exclusive = sum(role.replicas * role.nodes for role in roles if role.exclusive)
     shared: list[list[int]] = []
     for role in roles:
         if role.exclusive:
             continue
-        for _ in range(role.replicas):
+        for _ in range(role.replicas * role.ranks):
             want = (role.each.cpus, role.each.gpus, role.each.mem)
             home = next((free for free in shared if all(f >= w for f, w in zip(free, want, strict=True))), None)
             if home is None:

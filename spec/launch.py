@@ -42,8 +42,8 @@ class Launch(Struct, frozen=True):
     """s between SIGTERM and SIGKILL of the role's process group"""
     dies_with_launcher: bool
     """true where the parent (slurmstepd) must not be outlived; false where roles outlive the manager (local)"""
-    rank: int = 0
-    world: int = 1
+    standby: bool = False
+    """the life is a shadow's: the command waits in :func:`rrl.join` until it is told which life it becomes"""
     watch: str = "api"
     """``api``: the command joins by itself; ``activity``: its first process speaks for it"""
     setup: str = ""

@@ -18,9 +18,30 @@ NodeName = NewType("NodeName", str)
 AGENT = "agent"
 """The role name of the small process on each node that samples, witnesses and sweeps."""
 
+SHADOW = "shadow"
+"""The role name of the warm process on a node that becomes a member of a gang at once: ``shadow/<node>``, or
+``shadow/<node>:<slot>`` where several members share a node."""
+
 
 def replica_id(role: str, index: int | str) -> ReplicaId:
     return ReplicaId(f"{role}/{index}")
+
+
+def member_id(replica: ReplicaId, rank: int) -> ReplicaId:
+    """One process of a gang. Its first member bears the gang's own name: it is who speaks for it."""
+    return replica if rank == 0 else ReplicaId(f"{replica}.{rank}")
+
+
+def gang_of(member: ReplicaId) -> ReplicaId:
+    """The replica that this is a member of: ``trainer/0`` of ``trainer/0.3``. Whoever is no gang is its own."""
+    role, _, index = member.partition("/")
+    return member if role in (AGENT, SHADOW) else ReplicaId(f"{role}/{index.partition('.')[0]}")
+
+
+def rank_of(member: ReplicaId) -> int:
+    """Of a member within its gang; 0 of whoever is no gang."""
+    role, _, index = member.partition("/")
+    return 0 if role in (AGENT, SHADOW) else int(index.partition(".")[2] or 0)
 
 
 def role_of(replica: ReplicaId) -> str:
@@ -39,6 +60,11 @@ class Life(Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.replica}#{self.incarnation}"
+
+    @property
+    def gang(self) -> Life:
+        """The life that its gang shares: all members are launched with one incarnation, and fenced with it."""
+        return Life(gang_of(self.replica), self.incarnation)
 
 
 class Version(Struct, frozen=True, order=True):

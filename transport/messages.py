@@ -109,6 +109,8 @@ class AgentHello(Struct, frozen=True, tag=True):
     """files that it may have open; -1: no limit"""
     rdma: tuple[str, ...] = ()
     """names of the node's RDMA devices"""
+    keeps: str = ""
+    """``tcp://host:port`` where its snapshots can be put and fetched"""
 
 
 class AgentBeat(Struct, frozen=True, tag=True):
@@ -177,6 +179,8 @@ class Peers(Struct, frozen=True, tag=True):
     peers: dict[ReplicaId, Peer]
     newest: Version | None = None
     holders: tuple[Holder, ...] = ()
+    keepers: dict[NodeName, str] = {}
+    """where snapshots can be kept, by node: those of the trainer and of its standbys"""
 
 
 class Admitted(Struct, frozen=True, tag=True):
@@ -188,12 +192,20 @@ class Admitted(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The only place that ranks and rendezvous come from."""
+    """The only place that ranks come from. The rendezvous of a gang is where its first member listens (``Peers``)."""
 
     life: Life
     peers: Peers
     rank: int = 0
     world: int = 1
+
+
+class Become(Struct, frozen=True, tag=True):
+    """To a shadow: from now on you are this life. Say Hello as such, under the tag of the step that you are."""
+
+    shadow: Life
+    life: Life
+    tag: str
 
 
 class Fenced(Struct, frozen=True, tag=True):
@@ -218,4 +230,4 @@ class Inject(Struct, frozen=True, tag=True):
     tag: str
 
 
-Down = Peers | Admitted | Welcome | Fenced | Stop | Inject
+Down = Peers | Admitted | Welcome | Become | Fenced | Stop | Inject

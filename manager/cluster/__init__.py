@@ -125,6 +125,16 @@ class Cluster(Protocol):
     async def stop(self, tag: str, grace: float) -> None:
         """End a step: SIGTERM, ``grace`` s, SIGKILL. Stopping what is gone is done."""
 
+    async def drain(self, node: NodeName, reason: str) -> None:
+        """Have the cluster give this node to nobody any more, and say why. Refused where that is not permitted, or the
+        node has a drain that is not ours: ``reason`` begins with ``rrl:``."""
+
+    async def undrain(self, node: NodeName, reason: str) -> None:
+        """Take back a drain with exactly this reason; one with another reason is not ours: Refused. None: done."""
+
+    async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        """Give single nodes of a running allocation back. Refused where that would hurt the others."""
+
     async def harm(self, fault: Fault) -> str:
         """Perform a fault that is about a node or the cluster itself, and end it after ``fault.seconds``; says what was
         done. Refused where it is not ours to do: on Slurm anywhere but on a test cluster."""

@@ -139,6 +139,15 @@ class LocalCluster:
             raise Unanswered(f"{tag}: pid {alive[0].pid} does not end on SIGKILL")
         self._forget(self._step_file(tag))
 
+    async def drain(self, node: NodeName, reason: str) -> None:
+        raise Refused("there is nobody to give a virtual node to")
+
+    async def undrain(self, node: NodeName, reason: str) -> None:
+        raise Refused("there is nobody to give a virtual node to")
+
+    async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        raise Refused("there is nobody to give a virtual node to")
+
     async def harm(self, fault: Fault) -> str:
         """A crash only: virtual nodes share one network and one disk, and there is no slurmctld."""
         if fault.kind is not FaultKind.CRASH:

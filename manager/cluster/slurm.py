@@ -217,6 +217,15 @@ class SlurmCluster:
         return False
 
     # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def drain(self, node: NodeName, reason: str) -> None:
+        raise Refused("not yet built")
+
+    async def undrain(self, node: NodeName, reason: str) -> None:
+        raise Refused("not yet built")
+
+    async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        raise Refused("not yet built")
+
     async def harm(self, fault: Fault) -> str:
         return await harm(fault)
 

@@ -30,7 +30,7 @@ def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decisio
         moving.add(replica.role)
         left = f"its allocation {allocation.tag} ends in {allocation.ends - now:.0f} s"
         why = Why((left,), Rung.REPLACEMENT, f"joins again on {home.node}", now + state.job.limits.join)
-        decisions.append(Fence(replica.life, Rung.REPLACEMENT, why, to=home.node))
+        decisions.append(Fence(replica.life, Rung.REPLACEMENT, why, to=home.node, charged=False))
     return decisions, wake
 
 

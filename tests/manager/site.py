@@ -408,6 +408,15 @@ class FakeCluster:
             actor.hear(msg.Stop(actor.life, grace, "stopped"))
         await self._on_the_way()
 
+    async def drain(self, node: NodeName, reason: str) -> None:
+        raise Refused("not here")
+
+    async def undrain(self, node: NodeName, reason: str) -> None:
+        raise Refused("not here")
+
+    async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        raise Refused("not here")
+
     async def harm(self, fault: Fault) -> str:
         raise Refused("not here")
 

@@ -58,6 +58,15 @@ class Scripted:
     async def stop(self, tag: str, grace: float) -> None:
         await self._answer("stop", tag)
 
+    async def drain(self, node: NodeName, reason: str) -> None:
+        await self._answer("drain", node)
+
+    async def undrain(self, node: NodeName, reason: str) -> None:
+        await self._answer("undrain", node)
+
+    async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        await self._answer("shrink", tag)
+
     async def harm(self, fault: Fault) -> str:
         raise Refused("not here")
 
@@ -76,11 +85,12 @@ class Bench:
         self.recorded: list[ev.Event] = []
         self.stops_itself = False
         self.performed: list[Perform] = []
+        self.adopted: list[Launch] = []
         self.lost = False
         self.cannot_prepare: OSError | None = None
         self.told: list[float] = []
         self.executor = Executor(
-            self.cluster, self.recorded.append, self._prepare, self._tell, self._inject, self._check
+            self.cluster, self.recorded.append, self._prepare, self._tell, self._inject, self._check, self._adopt
         )
 
     def _prepare(self, action: Launch) -> Step:
@@ -91,6 +101,9 @@ class Bench:
     async def _tell(self, action: StopStep, patience: float) -> bool:
         self.told.append(patience)
         return self.stops_itself
+
+    async def _adopt(self, action: Launch) -> None:
+        self.adopted.append(action)
 
     async def _inject(self, action: Perform) -> None:
         self.performed.append(action)

@@ -248,8 +248,10 @@ class World:
                 self._later(self.slow_to_stop, lambda: self._stop(action))
         elif isinstance(action, Release):
             self._release(action)
-        else:
+        elif isinstance(action, Perform):
             self._later(0.1, lambda: self._perform(action))
+        else:
+            self._later(0.1, lambda: self.record(ev.Done(action.tag, True)))
 
     def _request(self, ask: Ask) -> None:
         assert ask.tag not in self.asks, "one tag, two requests"
