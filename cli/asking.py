@@ -27,13 +27,18 @@ class Failed(Exception):
 def all_runs() -> list[RunDir]:
     """Every run under the runs root, newest first."""
     try:
-        entries = [Path(entry.path) for entry in os.scandir(runs_root()) if entry.is_dir()]
+        entries = [Path(entry.path) for entry in os.scandir(runs_root()) if _named(entry)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise Failed(f"{runs_root()}: {error.strerror}") from None
     runs = [run for run in map(RunDir, entries) if _is_run(run)]
     return sorted(runs, key=lambda run: (_submitted(run), run.id), reverse=True)
+
+
+def _named(entry: os.DirEntry[str]) -> bool:
+    """A folder; one with a dot is a run that is being made, or whose rrl submit died over it."""
+    return entry.is_dir() and not entry.name.startswith(".")
 
 
 def find_run(name: str | None) -> RunDir:

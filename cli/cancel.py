@@ -7,7 +7,7 @@ import getpass
 import sys
 import time
 
-from rrl.cli.asking import Failed, Reader, find_run, job_of
+from rrl.cli.asking import BadInput, Failed, Reader, find_run, job_of
 from rrl.cli.mailing import PAUSE, await_taken, send
 from rrl.manager.mailbox import Letter
 from rrl.spec.rundir import RunDir
@@ -16,16 +16,19 @@ ENDS_WITHIN = 120.0
 """s that a run is waited for once its manager has taken the command"""
 
 
-def cancel(name: str, *, wait: bool) -> int:
-    """Exit code 0 when the run has ended, or, without ``wait``, when the command was left for its manager."""
+def cancel(name: str, *, wait: bool, keep: bool = False) -> int:
+    """Exit code 0 when the run has ended, or, without ``wait``, when the command was left for its manager. ``keep``:
+    its nodes are not given back."""
     run = find_run(name)
+    if keep:
+        _check_keeps(run)
     reader = Reader(run)
     state = reader.state()
     if state is not None and state.outcome is not None:
         _withdrawn(run)
         print(f"{run.id} has ended already: {state.outcome.value}")
         return 0
-    letter = send(run, Letter("cancel", getpass.getuser()))
+    letter = send(run, Letter("cancel", getpass.getuser(), keep=keep))
     if state is None and _withdrawn(run):
         print(f"{run.id}: taken from the queue before it began")
         return 0
@@ -35,6 +38,14 @@ def cancel(name: str, *, wait: bool) -> int:
     print(f"{run.id}: ending ...", file=sys.stderr, flush=True)
     await_taken(run, letter, "end it")
     return _await_end(run, reader)
+
+
+def _check_keeps(run: RunDir) -> None:
+    job = job_of(run)
+    if job is not None and job.cluster != "slurm":
+        raise BadInput(f"{run.id} runs on this machine: there are no allocations to keep")
+    if job is not None and job.manager.where == "pool":
+        raise BadInput(f'{run.id} has its manager in its pool ([manager] where = "pool"), which ends with it')
 
 
 def _withdrawn(run: RunDir) -> bool:
@@ -52,7 +63,10 @@ def _await_end(run: RunDir, reader: Reader) -> int:
     while time.monotonic() - began < ENDS_WITHIN:
         state = reader.state()
         if state is not None and state.outcome is not None:
-            print(f"{run.id}: {state.outcome.value} after {state.step} steps; everything is given back")
+            kept = sorted(one.seen.job for one in state.allocations.values() if one.seen is not None and state.keep)
+            left = f"kept: {' '.join(kept)} (rrl resume {run.id} uses it, scancel {' '.join(kept)} gives it back)"
+            given = left if kept else "everything is given back"
+            print(f"{run.id}: {state.outcome.value} after {state.step} steps; {given}")
             return 0
         time.sleep(PAUSE)
     raise Failed(f"{run.id} is still ending after {ENDS_WITHIN:.0f} s; see: rrl status {run.id}")

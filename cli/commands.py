@@ -40,6 +40,7 @@ def _global(
     rrl status                   how is the newest run?
     rrl logs RUN rollout/0 -f    what does that replica say?
     rrl cancel RUN               end it and give everything back
+    rrl resume RUN               go on from its last step
     """
     if version:
         from rrl.cli.app import print_version
@@ -135,11 +136,95 @@ def logs(
 def cancel(
     run: NamedRun,
     wait: Annotated[bool, typer.Option(help="Wait until everything is given back.")] = True,
+    keep_allocation: Annotated[
+        bool, typer.Option("--keep-allocation", help="Keep the nodes, for rrl resume; scancel gives them back.")
+    ] = False,
 ) -> None:
-    """End a run: its manager stops every role and gives all nodes back."""
+    """End a run: its manager stops every role and gives all nodes back. rrl resume has it go on."""
     from rrl.cli import cancel as command
 
-    raise typer.Exit(command.cancel(run, wait=wait))
+    raise typer.Exit(command.cancel(run, wait=wait, keep=keep_allocation))
+
+
+@app.command(short_help="Have a run that has ended go on.")
+def resume(
+    run: NamedRun,
+    job: Annotated[
+        Path | None,
+        typer.Option(metavar="JOB.TOML", show_default=False,
+                     help="Go on with this job spec; the model, the task and the seed must be those of the run."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Go on up to this step, instead of run.steps.")
+    ] = None,
+    walltime: Annotated[
+        str | None, typer.Option(metavar="TIME", show_default=False, help='For so long, from now on: "8h".')
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Watch until the run ends; Ctrl-C stops watching only.")] = False,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Have a run that has ended (failed, cancelled, out of walltime) go on from its last committed step, under the same
+    id.
+
+    \b
+    rrl resume quick                   as it was
+    rrl resume quick --walltime 8h     nodes for eight hours more
+    rrl resume quick --steps 500       train longer than was planned
+    rrl resume quick --job other.toml  on another partition, with more rollouts ...
+    """
+    from rrl.cli import resume as command
+
+    raise typer.Exit(command.resume(run, changed=job, steps=steps, walltime=walltime, wait=wait, json=json))
+
+
+@app.command(short_help="Restart one replica of a run.")
+def restart(
+    run: NamedRun,
+    replica: Annotated[str, typer.Argument(metavar="ROLE/REPLICA", show_default=False, help="trainer/0, rollout/3.")],
+    wait: Annotated[bool, typer.Option(help="Wait until it has joined again.")] = True,
+) -> None:
+    """Restart one replica, and only that: its process is ended, and a new one started in its place. A trainer goes on
+    from its last committed step."""
+    from rrl.cli import restart as command
+
+    raise typer.Exit(command.restart(run, replica, wait=wait))
+
+
+Node = Annotated[str, typer.Argument(metavar="NODE", help="As Slurm calls it.", show_default=False)]
+
+
+@app.command(short_help="Have a run leave a node.")
+def drain(
+    run: NamedRun,
+    node: Node,
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", show_default=False, help="Why, for whoever sees the drain in Slurm.")
+    ] = "",
+    wait: Annotated[bool, typer.Option(help="Wait until it is done, and say what was.")] = True,
+) -> None:
+    """Have a run leave a node: who is on it moves first, then the run uses it no more and drains it in Slurm. Where we
+    may not do that, the drain is asked for in the run's summary.json.
+
+    \b
+    rrl drain quick n042 --reason "fan is loud"
+    rrl undrain quick n042   takes back this run's drain, and no other
+    """
+    from rrl.cli import drain as command
+
+    raise typer.Exit(command.drain(run, node, reason, wait=wait))
+
+
+@app.command(short_help="Have a run use a node again.")
+def undrain(
+    run: NamedRun,
+    node: Node,
+    wait: Annotated[bool, typer.Option(help="Wait until it is done, and say what was.")] = True,
+) -> None:
+    """Have a run use a node again that it has left: its own drain is taken back, nobody else's, and roles go there once
+    the node's agent has joined."""
+    from rrl.cli import drain as command
+
+    raise typer.Exit(command.undrain(run, node, wait=wait))
 
 
 @app.command(short_help="Have a fault happen to a run.")

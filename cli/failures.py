@@ -9,7 +9,7 @@ from signal import Signals
 from msgspec import Struct, structs
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Decision, Fence, Finish, Launch, StopStep
+from rrl.manager.actions import Decision, Fence, Finish, Launch, RestartAll, StopStep
 from rrl.spec.faults import TRAITS, Hits
 from rrl.spec.words import Finding, Life, NodeName, Verdict, role_of
 
@@ -87,10 +87,14 @@ class _Account:
     def _decided(self, action: Decision, at: float) -> None:
         if isinstance(action, Finish):
             self._ending = True
-        elif isinstance(action, Fence) and not self._ending:
-            self._failed(action.life, at, *action.why.evidence, over=True)
-            held = self.found[action.life]
-            self.found[action.life] = structs.replace(held, rung=action.rung.value)
+        elif isinstance(action, Fence | RestartAll) and not self._ending:
+            for fence in action.fences if isinstance(action, RestartAll) else (action,):
+                if not fence.charged:  # it has not failed: it moves, or restarts for another's sake
+                    self._asked.add(fence.life)
+                    continue
+                self._failed(fence.life, at, *fence.why.evidence, over=True)
+                held = self.found[fence.life]
+                self.found[fence.life] = structs.replace(held, rung=fence.rung.value)
 
     def _finding(self, finding: Finding, at: float) -> None:
         told = [f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence]

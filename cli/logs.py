@@ -70,6 +70,7 @@ def _follow(
         for log in _chosen(run, whose):
             if log.path not in tails:  # a new life: from its beginning
                 tails[log.path] = LifeTail(log, Wanted(None, b"", wanted.match))
+            tails[log.path].log = log  # a shadow may have become something
             more[tails[log.path]] = tails[log.path].more(log.copies)
         printer.print(_merged(more))
         if state is not None and state.outcome is not None:
@@ -108,7 +109,7 @@ def _moment(text: str) -> float:
 
 
 def _chosen(run: RunDir, whose: str | None) -> list[Log]:
-    return [log for log in all_logs(run) if whose is None or whose in (log.role, log.replica, log.life)]
+    return [log for log in all_logs(run) if whose is None or log.of(whose)]
 
 
 def _may_come(run: RunDir, whose: str) -> bool:

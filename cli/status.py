@@ -16,6 +16,9 @@ from rrl.cli.views.summary import recoveries_view
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
 
+LEAST_FREE = 64 * 2**10
+"""bytes: with less free, what a manager writes for one decision may not fit"""
+
 
 def status(name: str | None, *, live: bool, json: bool) -> int:
     run = find_run(name)
@@ -34,7 +37,7 @@ def status(name: str | None, *, live: bool, json: bool) -> int:
     elif state is None:
         print(f"{run.id}: {waiting(run)}")
     else:
-        show(picture(run, state, console().width, "" if state.outcome else manager_gone(run)))
+        show(picture(run, state, console().width, "" if state.outcome else manager_gone(run) or storage_trouble(run)))
     return 0
 
 
@@ -53,8 +56,9 @@ def waiting(run: RunDir) -> str:
     if job is not None and job.cluster == "slurm":
         from rrl.manager.own_job import starting
 
-        return f"its manager has not started yet (squeue --name={starting(run.id, job)} tells why)"
-    return f"its manager has not started yet (its output: {run.submit})"
+        why = f"squeue --name={starting(run.id, job)} tells why; where it shows none: rrl manage {run.id}"
+        return f"its manager has not started yet ({why})"
+    return f"its manager has not started yet (its output: {run.submit}; where there is none: rrl manage {run.id})"
 
 
 def manager_gone(run: RunDir) -> str:
@@ -68,3 +72,17 @@ def manager_gone(run: RunDir) -> str:
     if held is not None and (held.host != socket.gethostname() or os.path.exists(f"/proc/{held.pid}")):
         return ""
     return f"none is running; the roles go on. Start one: rrl manage {run.id}"
+
+
+def storage_trouble(run: RunDir) -> str:
+    """Why nothing can be written to the run directory, as far as this machine can tell; empty: it can. What a manager
+    cannot write down it does not do, and its journal cannot say so."""
+    try:
+        there = os.statvfs(run.path)
+    except OSError as error:
+        return f"the run directory is away ({error.strerror}): nothing is decided until it is back; the roles go on"
+    if there.f_flag & os.ST_RDONLY:
+        return "the run directory is read-only: nothing is decided until it can be written; the roles go on"
+    if there.f_bavail * there.f_frsize < LEAST_FREE:
+        return "the run directory is full: nothing is decided until there is room; the roles go on"
+    return ""

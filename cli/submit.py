@@ -6,13 +6,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rrl.cli.asking import BadInput, Failed, check_whole, find_run, read, summary_of
+from rrl.cli.asking import BadInput, Failed, Reader, check_whole, find_run, read, summary_of
 from rrl.cli.check import asked, planned, tell
 from rrl.cli.following import follow
+from rrl.cli.mailing import PAUSE
 from rrl.cli.screen import print_json, show
 from rrl.cli.views.summary import summary_view
 from rrl.manager import submit as starting
@@ -35,11 +37,17 @@ def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
     if foreground:
         return _foreground(run, json)
     _start(run, job)
-    if not wait:
-        return _started(run, json)
+    return watched(run, json) if wait else report(run, json)
+
+
+def watched(run: RunDir, json: bool, after: int = 0) -> int:
+    """Watch it until it ends, with a record beyond ``after``; Ctrl-C only stops watching."""
     if not json:
         print(f"{run.id}  ({run.path})", flush=True)
     try:
+        reader = Reader(run)
+        while after and (state := reader.state()) is not None and state.seq <= after:
+            time.sleep(PAUSE)
         with _progress_to_stderr(json):
             follow(run, keys=False, insist=True)
     except KeyboardInterrupt:
@@ -111,7 +119,8 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
         raise Failed(str(error)) from None
 
 
-def _started(run: RunDir, json: bool) -> int:
+def report(run: RunDir, json: bool) -> int:
+    """It was started, and is left alone."""
     if json:
         print_json({"run": run.id, "run_dir": str(run.path)})
     else:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from math import inf
 from signal import Signals
 
-from rrl.health.sightings import NodeSighting, ReplicaSighting
+from rrl.health.sightings import FLAP_WINDOW, FLAPS, NodeSighting, ReplicaSighting
 from rrl.spec.jobview import Limits
+from rrl.spec.launch import ASKED
 from rrl.spec.words import Cause, Evidence, Finding, Remedy, Verdict
 
 Judged = tuple[Finding | None, float]
@@ -27,6 +28,8 @@ _SLOW_START = 5
 """times ``limits.join``: so long may a step take to join of which the agent says that it lives"""
 _AGENT_ALONE = 2
 """times the silence of an agent: by then node_lost has judged whether its node went with it"""
+_ASKING = 30.0
+"""s that a cluster has to say whether a silent node is suspended; one that is away longer hinders no repair"""
 _NOTHING: Judged = (None, inf)
 
 
@@ -38,10 +41,10 @@ def exit_record(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     if end is None:
         return _NOTHING
     asked = seen.leaving_at is not None
-    if asked and (not end.code or end.why == "asked"):
+    if asked and (not end.code or end.why == ASKED):
         return _NOTHING
-    if end.code == 0 and now < (due := end.at + _patience(limits)):
-        return None, due  # what it said by another connection, that the run is complete, may still be on the way
+    if (end.code == 0 or end.why == ASKED) and now < (due := end.at + _patience(limits)):
+        return None, due  # that the run is complete may still be on its way, or that the cluster takes the node back
     text = _how_it_ended(end.code, end.signal, end.why)
     if asked:
         return _about(seen, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
@@ -61,7 +64,7 @@ def step_gone(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 def never_left(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """It said Goodbye, nobody asked it to, and it has not ended: stuck in its own cleaning up, it would be missed by
     every other detector."""
-    if seen.goodbye_at is None or seen.leaving_at is not None or seen.ended:
+    if seen.goodbye_at is None or seen.leaving_at is not None or seen.ended or seen.home.suspended_at is not None:
         return _NOTHING
     longest = limits.phase("stopping").longest
     due = seen.goodbye_at + longest
@@ -99,9 +102,22 @@ def agent_silence(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     return found, heard + _patience(limits)
 
 
+def adopt_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """A shadow was told to become it, and is not heard as that. It had imported and built everything: it is not slow,
+    it is gone or stuck, and whoever waits for it had better take the next one."""
+    if seen.shadow is None or not _expected_to_speak(seen) or seen.status != "launched":
+        return _NOTHING
+    due = seen.launched_at + seen.within
+    if now < due:
+        return None, due
+    text = f"{seen.shadow} on {seen.node} was told to become it, and no Hello came within {seen.within:g} s"
+    at = seen.launched_at
+    return _about(seen, "adopt_overdue", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, "manager", text), inf
+
+
 def never_joined(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """It was launched, and never said Hello. As long as the agent says that its step lives, it may just be slow."""
-    if not _expected_to_speak(seen) or seen.status != "launched":
+    if not _expected_to_speak(seen) or seen.status != "launched" or seen.shadow is not None:
         return _NOTHING
     since = seen.launched_at
     due = since + limits.join
@@ -195,8 +211,8 @@ def _deadline(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
 
 
 PROGRESS_DETECTORS: tuple[Detector, ...] = (
-    exit_record, step_gone, never_left, never_joined, worker_silence, agent_silence, no_progress, phase_overdue,
-    wait_overdue, idle,
+    exit_record, step_gone, never_left, adopt_overdue, never_joined, worker_silence, agent_silence, no_progress,
+    phase_overdue, wait_overdue, idle,
 )  # fmt: skip
 
 
@@ -217,7 +233,7 @@ def node_lost(seen: NodeSighting, limits: Limits, now: float) -> Judged:
     once their join deadline has passed. Whoever ended, or left before it fell silent, is no witness.
     """
     agent = seen.agent or seen.former_agent
-    if agent is None or not _witness(agent, limits):
+    if agent is None or not _witness(agent, limits) or seen.suspended_at is not None:
         return _NOTHING
     agent_due = _speaks_by(agent, limits)
     witnesses = [one for one in (*seen.residents.values(), *seen.departed.values()) if _witness(one, limits)]
@@ -231,6 +247,9 @@ def node_lost(seen: NodeSighting, limits: Limits, now: float) -> Judged:
         silent = sorted(str(one.life) for one in (joined or witnesses) if now >= _speaks_by(one, limits))
         since = agent.last_heard if seen.last_heard is None else seen.last_heard
         evidence.append(Evidence("manager", f"silent too: {_few(silent)}", since))
+        if seen.looked_at is not None and not seen.asked(limits) and now < lost + _ASKING:
+            evidence.append(Evidence("manager", "the cluster is asked first whether it is suspended", lost))
+            return _node_finding(seen, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost + _ASKING
         return _node_finding(seen, "node_lost", Verdict.FAIL, Remedy.EXCLUDE, since, tuple(evidence)), inf
     if now >= agent_due and agent.status == "joined":
         since = agent.last_heard
@@ -238,7 +257,20 @@ def node_lost(seen: NodeSighting, limits: Limits, now: float) -> Judged:
     return None, agent_due if now < agent_due else lost
 
 
-NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost)
+def node_flaps(seen: NodeSighting, limits: Limits, now: float) -> Judged:
+    """The cluster ceases to call it up again and again, however well it looks in between."""
+    if len(seen.flaps) < FLAPS or seen.flaps[-1] - seen.flaps[0] > FLAP_WINDOW:
+        return _NOTHING
+    over = seen.flaps[-1] + FLAP_WINDOW
+    if now >= over:
+        return _NOTHING
+    since = seen.flaps[0]
+    text = f"it ceased to be up {len(seen.flaps)} times within {seen.flaps[-1] - since:.0f} s"
+    evidence = (Evidence("cluster", text, seen.flaps[-1]),)
+    return _node_finding(seen, "node_flaps", Verdict.FAIL, Remedy.EXCLUDE, since, evidence), over
+
+
+NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost, node_flaps)
 
 
 def _witness(seen: ReplicaSighting, limits: Limits) -> bool:
@@ -263,17 +295,21 @@ def _speaks_by(seen: ReplicaSighting, limits: Limits) -> float:
 
 
 def _joins_by(seen: ReplicaSighting, limits: Limits) -> float:
-    """``limits.join`` after its launch or its step's last sign of life, but not for ever."""
+    """``limits.join`` after its launch or its step's last sign of life, but not for ever; of a shadow that was told to
+    become it, when that is overdue."""
+    if seen.shadow is not None:
+        return seen.launched_at + seen.within
     alive_at = seen.launched_at if seen.alive_at is None else seen.alive_at
     return min(max(seen.launched_at, alive_at) + limits.join, seen.launched_at + _SLOW_START * limits.join)
 
 
 def _expected_to_speak(seen: ReplicaSighting) -> bool:
-    return not seen.ended and seen.left_at is None
+    return not seen.ended and seen.left_at is None and seen.home.suspended_at is None
 
 
 def _works(seen: ReplicaSighting) -> bool:
-    return _expected_to_speak(seen) and seen.status == "joined" and not seen.is_agent and seen.phase is not None
+    speaks = _expected_to_speak(seen) and seen.status == "joined" and not seen.is_agent
+    return speaks and seen.phase is not None and not seen.held_up
 
 
 def _how_it_ended(code: int | None, signal: int | None, why: str) -> str:

@@ -16,10 +16,17 @@ from msgspec import Struct
 
 from rrl.spec.jobview import Limits
 from rrl.spec.phases import Phase
-from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, role_of
+from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
 
 STARTING = "starting"
 """what a worker says before its first phase; how long that took says nothing of the next start, on another node"""
+BEATS_MISSED = 4
+"""beats without a word after which the cluster surely tells a job as suspended, if it is: at once (measured)"""
+FLAPS = 4
+"""Times that the cluster must cease to call a node up within ``FLAP_WINDOW`` before it counts as one that flaps: what a
+restart of slurmd or of slurmctld does to it once or twice is not that."""
+FLAP_WINDOW = 600.0
+"""s, as ``recovery.window`` is by default"""
 _UNNAMED = Phase("")
 _WINDOW = 32
 """durations remembered per role and phase"""
@@ -48,6 +55,10 @@ class ReplicaSighting:
     last_source: str = "launch"
     status: Literal["launched", "joined"] = "launched"
     joined_at: float | None = None
+    shadow: Life | None = None
+    """it has not been launched, but was told to become this life, and has not been heard as such since"""
+    within: float = 0.0
+    """s for that"""
     phase: str | None = None
     declared: Phase = _UNNAMED
     """what the job says of ``phase``"""
@@ -73,6 +84,8 @@ class ReplicaSighting:
     """it said Goodbye: its silence is expected; its end is not, for nobody asked for it"""
     leaving_at: float | None = None
     """it was asked to stop: from then on its end and its silence are expected"""
+    held_up: bool = False
+    """a member of its gang is suspended: none of them can go on"""
 
     @property
     def node(self) -> NodeName:
@@ -125,6 +138,19 @@ class NodeSighting:
     """readings in a row that said so"""
     down_said: tuple[float, str] | None = None
     """since when, and with which words, it was last called down"""
+    suspended_at: float | None = None
+    """the cluster said that everything on it is suspended, and nothing was heard of it since"""
+    looked_at: float | None = None
+    """when the cluster was last asked what becomes of it, and answered; None: it never has"""
+    called_up: bool = False
+    """by the newest reading"""
+    flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAPS), repr=False)
+    """when the cluster last ceased to call it up"""
+
+    def asked(self, limits: Limits) -> bool:
+        """The cluster has said, since everything here fell silent, what becomes of its job."""
+        since = self.last_heard if self.last_heard is not None else self.agent.last_heard if self.agent else 0.0
+        return self.looked_at is not None and self.looked_at >= since + BEATS_MISSED * limits.beat
 
 
 class Watch:
@@ -140,6 +166,8 @@ class Watch:
         self._limits = Limits()
         self._usual: dict[tuple[str, str], deque[float]] = {}
         self._forgotten: dict[ReplicaId, int] = {}
+        self._suspended: set[ReplicaId] = set()
+        """gangs of which a member is on a suspended node"""
 
     def heed(self, limits: Limits) -> None:
         """Judge phases as this job has them. ``guards.detect`` calls it; what was heard before stays as it was kept."""
@@ -149,9 +177,22 @@ class Watch:
                 seen.declared = limits.phase(seen.phase)
 
     # ── told by the manager ──────────────────────────────────────────────────────────────────────────────────────────
-    def launched(self, life: Life, node: NodeName, now: float) -> None:
-        """It was started, or is believed to run since before this manager. Its join deadline counts from here."""
-        self._sighting(life, node, now)
+    def launched(
+        self, life: Life, node: NodeName, now: float, shadow: Life | None = None, within: float = 0.0
+    ) -> None:
+        """It was started, or is believed to run since before this manager. Its join deadline counts from here.
+
+        ``shadow``: nothing was started: this one, which stood by on the node, was told to become the life, and is to be
+        heard as that ``within`` so many s."""
+        if shadow is not None:
+            self.forget(shadow)
+        if (seen := self._sighting(life, node, now)) is not None and shadow is not None:
+            seen.shadow, seen.within = shadow, within
+
+    def postponed(self, life: Life, now: float) -> None:
+        """Whoever was to start it is away: its join deadline counts from now, if nothing of it was heard yet."""
+        if (seen := self._known(life)) and seen.status == "launched" and seen.shadow is None:
+            seen.launched_at = now
 
     def leaving(self, life: Life, now: float) -> None:
         """The manager asks it to stop: its end is what the manager wants."""
@@ -187,12 +228,9 @@ class Watch:
         Proof stays (an exit record, a witnessed end), and so do usual durations; silence from before is not judged.
         """
         for seen in self.replicas.values():
-            seen.status, seen.joined_at, seen.last_source = "launched", None, "restart"
-            seen.launched_at = seen.last_heard = seen.phase_since = seen.done_changed_at = now
-            seen.beats, seen.whole = 0, False
-            if seen.goodbye_at is not None:
-                seen.goodbye_at = now
+            _anew(seen, now)
         for home in self.nodes.values():
+            home.suspended_at = home.looked_at = None
             home.last_heard = home.state = home.down_said = None
             home.detail, home.since, home.observations = "", now, 0
             home.departed.clear()
@@ -258,11 +296,35 @@ class Watch:
             self._heard(seen, "agent", now)
             seen.home.boot = boot or seen.home.boot
 
-    def cluster_node(self, node: NodeName, state: str, detail: str, now: float) -> None:
-        """One reading of the cluster. ``unknown`` changes nothing: it is neither healthy nor gone."""
+    def cluster_job(self, node: NodeName, suspended: bool, asked_at: float, now: float) -> None:
+        """The cluster said whether the job that has this node is suspended; ``asked_at``: when it was asked. Deadlines
+        of everything there rest meanwhile, and count anew from when it goes on."""
+        home = self._node(node)
+        home.looked_at = asked_at
+        if not suspended:
+            self._goes_on(home, now)
+        elif home.suspended_at is None and (home.last_heard is None or home.last_heard < asked_at):
+            home.suspended_at = asked_at
+            self._hold_up(now)
+
+    def unsure(self, limits: Limits, now: float) -> bool:
+        """A node is silent, and the cluster was not asked since whether it is suspended: before it is condemned, it
+        shall be."""
+        return any(
+            home.looked_at is not None and home.suspended_at is None and home.last_heard is not None
+            and now - home.last_heard > limits.silence / 2 and not home.asked(limits)
+            for home in self.nodes.values() if home.agent is not None
+        )  # fmt: skip
+
+    def cluster_node(self, node: NodeName, state: str, detail: str, now: float, alone: bool = True) -> None:
+        """One reading of the cluster. ``unknown`` says neither healthy nor gone, but if it was called up before and not
+        most others cease to be at once (``alone``), it counts as a flap, as ``down`` does."""
+        home = self._node(node)
+        if home.called_up and alone and state in ("down", "unknown"):
+            home.flaps.append(now)
+        home.called_up = state == "up" or (home.called_up and not alone)
         if state == "unknown":
             return
-        home = self._node(node)
         if home.state != state:
             home.state, home.detail, home.since, home.observations = state, detail, now, 0
             if state == "down" and home.down_said is None:
@@ -272,8 +334,8 @@ class Watch:
             home.down_said = None
 
     def workers(self) -> Iterator[ReplicaSighting]:
-        """Every replica but the agents."""
-        return (seen for seen in self.replicas.values() if not seen.is_agent)
+        """Every replica but the agents and the shadows, which nobody waits for."""
+        return (seen for seen in self.replicas.values() if role_of(seen.life.replica) not in (AGENT, SHADOW))
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _node(self, node: NodeName) -> NodeSighting:
@@ -299,12 +361,37 @@ class Watch:
             self._depart(old)
         home = self._node(node)
         seen = ReplicaSighting(life, home, launched_at=now, last_heard=now, done_changed_at=now)
+        seen.held_up = gang_of(life.replica) in self._suspended
         self.replicas[life.replica] = seen
         if seen.is_agent:
             home.agent, home.former_agent = seen, None
         else:
             home.residents[life] = seen
         return seen
+
+    def _goes_on(self, home: NodeSighting, now: float) -> None:
+        """Nothing on it is suspended any more: everything there counts anew."""
+        if home.suspended_at is None:
+            return
+        home.suspended_at, home.last_heard = None, None
+        home.departed.clear()
+        home.former_agent = None
+        for seen in (*home.residents.values(), *([home.agent] if home.agent else [])):
+            _rested(seen, now)
+        self._hold_up(now)
+
+    def _hold_up(self, now: float) -> None:
+        """Who waits for a suspended member of its gang makes no progress, and cannot."""
+        suspended = [home for home in self.nodes.values() if home.suspended_at is not None]
+        self.touched.update(home.node for home in suspended)
+        self._suspended = {gang_of(life.replica) for home in suspended for life in home.residents}
+        for seen in self.replicas.values():
+            held_up = gang_of(seen.life.replica) in self._suspended
+            if seen.held_up and not held_up:
+                seen.phase_since, seen.beats, seen.whole = now, 0, False
+            if seen.held_up != held_up:
+                seen.held_up = held_up
+                self.touched.add(seen.node)
 
     def _depart(self, seen: ReplicaSighting) -> None:
         home = seen.home
@@ -315,8 +402,9 @@ class Watch:
             home.departed[seen.life] = seen
 
     def _heard(self, seen: ReplicaSighting, source: str, now: float) -> None:
+        self._goes_on(seen.home, now)  # who is suspended says nothing
         if seen.status == "launched":
-            seen.status, seen.joined_at = "joined", now
+            seen.status, seen.joined_at, seen.shadow = "joined", now, None
         seen.last_heard, seen.last_source = now, source
         home = seen.home
         home.last_heard, home.former_agent = now, None
@@ -364,6 +452,20 @@ class Watch:
         """The median over all replicas of the role: a replacement inherits it, one outlier does not move it."""
         durations = self._usual.get(_role_phase(seen), ())
         return sorted(durations)[len(durations) // 2] if len(durations) >= _ENOUGH else None
+
+
+def _anew(seen: ReplicaSighting, now: float) -> None:
+    """As if launched now, for all that is known of it."""
+    seen.status, seen.joined_at, seen.last_source = "launched", None, "restart"
+    _rested(seen, now)
+
+
+def _rested(seen: ReplicaSighting, now: float) -> None:
+    """Its time begins now: silence and standing still from before are not judged; proof stays."""
+    seen.launched_at = seen.last_heard = seen.phase_since = seen.done_changed_at = now
+    seen.beats, seen.whole = 0, False
+    if seen.goodbye_at is not None:
+        seen.goodbye_at = now
 
 
 def _role_phase(seen: ReplicaSighting) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from rrl.manager.cluster import Ask
 from rrl.spec.faults import Fault
-from rrl.spec.words import Life, NodeName, Outcome
+from rrl.spec.words import Cause, Life, NodeName, Outcome
 
 
 class Rung(StrEnum):
@@ -154,10 +154,15 @@ class Fence(Struct, frozen=True, tag=True):
 
 
 class Exclude(Struct, frozen=True, tag=True):
-    """A node is no longer used by this run."""
+    """A node is no longer used by this run: for a time if there is no proof, and until somebody says so if a person
+    asked for it (``by``)."""
 
     node: NodeName
     why: Why
+    cause: Cause | None = None
+    """that was found"""
+    proof: bool = False
+    by: str = ""
 
     @property
     def tag(self) -> str:
@@ -187,9 +192,17 @@ class Readmit(Struct, frozen=True, tag=True):
 
 
 class RestartAll(Struct, frozen=True, tag=True):
-    """Every role's life is fenced and wanted again, in place: the whole run goes on from its last checkpoint."""
+    """Every role's life is fenced and wanted again, and the whole run goes on from its last checkpoint: in place, or by
+    policy ``requeue`` on nodes asked for anew."""
 
     why: Why
+    fences: tuple[Fence, ...] = ()
+    """every life that is given up, and where it is wanted next"""
+
+    @property
+    def failed(self) -> Life | None:
+        """Whose failure led to it, and on whose budget it counts."""
+        return next((fence.life for fence in self.fences if fence.charged), None)
 
     @property
     def tag(self) -> str:

@@ -43,3 +43,15 @@ class GpusTaken:
                 )
         self._by.update({(node, gpu): life for gpu in hello.gpus})
         return None
+
+    def give(self, life: Life, node: NodeName, seen: tuple[str, ...], count: int, state: State) -> tuple[str, ...]:
+        """``count`` of the GPUs that are ``seen`` on a node, for a life that will join there: none that another
+        believed life has said to have. The same ones when it is asked again; none at all where there are too few."""
+        holders = {gpu: self._by.get((node, gpu)) for gpu in seen}
+        mine = [gpu for gpu, holder in holders.items() if holder == life]
+        free = [gpu for gpu, holder in holders.items() if holder is None or not state.believed(holder)]
+        chosen = (*mine, *free)[:count]
+        if len(chosen) < count:
+            return ()
+        self._by.update({(node, gpu): life for gpu in chosen})
+        return chosen

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, StopStep
-from rrl.manager.cluster import Cluster, Refused, Step
+from rrl.manager.cluster import Cluster, Step
 from rrl.manager.hearing import Send
 from rrl.manager.launching import job_dir_of, write_launch
 from rrl.manager.saying import say
@@ -42,10 +42,6 @@ class Deeds:
         """The launch file is written when it returns (blocking). Raises OSError."""
         return write_launch(self._run, self._state(), action, job_dir_of(self._source))
 
-    async def adopt(self, action: Launch) -> None:
-        """Tell a shadow what it becomes. Raises Refused where there is nobody to tell."""
-        raise Refused("not yet built")
-
     def step_spoke(self, tag: str) -> None:
         """What only carried the launch of this step can go."""
         task = asyncio.create_task(self._cluster.joined(tag))
@@ -58,7 +54,8 @@ class Deeds:
         if peer is None:
             return False
         ended = self._ended.setdefault(action.step, asyncio.Event())
-        await self._send(peer, msg.Stop(action.life, action.grace, "; ".join(action.why.evidence)), None)
+        why = "; ".join(action.why.evidence)
+        await self._send(peer, msg.Stop(action.life, action.grace, why, action.step), None)
         try:
             return await _within(ended, patience)
         finally:

@@ -176,6 +176,8 @@ class Commanded(Struct, frozen=True, tag=True):
     """the replica that is to restart, or the node"""
     keep: bool = False
     """``cancel``: the allocations are not given back"""
+    reason: str = ""
+    """``drain``: in the person's own words"""
 
 
 class Ordered(Struct, frozen=True, tag=True):
@@ -188,19 +190,21 @@ class Ordered(Struct, frozen=True, tag=True):
 
 
 class Resumed(Struct, frozen=True, tag=True):
-    """A person had a run that has ended go on from its last commit, under the same id. ``steps`` and ``walltime`` (s)
-    replace the job's where they are given."""
+    """A person had a run that has ended go on from its last commit, under the same id, with this job."""
 
     by: str
-    steps: int | None = None
-    walltime: float | None = None
+    id: str
+    """of the mailbox file"""
+    job: JobView
 
 
 class TokensSeen(Struct, frozen=True, tag=True):
     """What rollouts have generated so far, all lives together, as told by their beats. Recorded when the trainer is
-    fenced and when it works again: so many tokens were made while it was away."""
+    fenced and when it works again: so many tokens were made while it was away. Totals of one epoch can be compared."""
 
     total: int
+    away: bool
+    """the trainer goes; else it is back"""
 
 
 class RunEnded(Struct, frozen=True, tag=True):

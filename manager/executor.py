@@ -18,6 +18,8 @@ from rrl.manager.lease import LeaseLost
 
 AGAIN = 5.0
 """s before a stop or a release that nobody answered is asked for again: both are repeatable"""
+SELDOM = 60.0
+"""s that this pause doubles up to"""
 STEP_MARGIN = 3.0
 """s beyond a step's own grace before the cluster is asked to end it"""
 
@@ -67,9 +69,11 @@ class Executor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _settled(self, action: Outside) -> None:
+        pause = AGAIN
         while True:
             try:
-                self._check()
+                while not self._may_act():
+                    await asyncio.sleep(AGAIN)
                 await self._carry_out(action)
                 return
             except LeaseLost:
@@ -84,7 +88,16 @@ class Executor:
                     traceback.print_exc()
             if isinstance(action, Request | Launch | Perform):
                 return  # settled by its tag, or not worth a second try: asking twice could give two
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, SELDOM)  # whoever is away is not called back by asking more often
+
+    def _may_act(self) -> bool:
+        """False while the run directory is away: nobody can tell then. Raises LeaseLost."""
+        try:
+            self._check()
+        except OSError:
+            return False
+        return True
 
     async def _carry_out(self, action: Outside) -> None:
         if isinstance(action, Request):

@@ -1,4 +1,5 @@
-"""What is believed of drains, of exclusions that are over, and of single nodes given back, after one more event."""
+"""What is believed of exclusions, of drains, of single nodes given back and of people's orders about nodes, after one
+more event."""
 
 from __future__ import annotations
 
@@ -6,8 +7,58 @@ from typing import Any
 
 import msgspec
 
-from rrl.manager.actions import Drain, Readmit, Shrink, Undrain
-from rrl.manager.state import State
+from rrl.manager import events as ev
+from rrl.manager.actions import Drain, Exclude, Readmit, Shrink, Undrain
+from rrl.manager.state import Node, State, node_finding
+from rrl.spec.words import NodeName
+
+DRAIN, UNDRAIN = "drain", "undrain"
+"""what people order of a node"""
+GIVEN_BACK = "it is given back"
+
+
+def ordered_of_node(state: State, at: float, event: ev.Commanded) -> State:
+    """A person wants it drained, or used again. What is so already is no order."""
+    name = NodeName(event.target)
+    node, mark = state.nodes.get(name), state.marks.get(name)
+    if node is None or state.verdict is not None:
+        return state
+    by = f"{event.by}: {event.reason}" if event.reason else event.by
+    if event.command == UNDRAIN:
+        if node.excluded is None and not node.drained:
+            return _node(_unmarked(state, name), name, asked_at=0.0) if mark else state
+        return _with(state, marks={**state.marks, name: (UNDRAIN, by)})
+    if node.excluded is not None:  # nobody is left there: it is drained, or that is tried again
+        return _node(_unmarked(state, name), name, asked_by=by, asked_at=at, not_drained="")
+    if not node.allocation or mark is not None:
+        return state
+    return _node(_with(state, marks={**state.marks, name: (DRAIN, by)}), name, asked_at=at)
+
+
+def excluded(state: State, at: float, action: Exclude) -> State:
+    node = state.nodes.get(action.node) or Node(action.node, "")
+    if not action.by:  # else the order stands, whatever else is found
+        action = msgspec.structs.replace(action, by=state.marks.get(action.node, ("", ""))[1])
+    why = "; ".join(action.why.evidence) or "excluded"
+    node = msgspec.structs.replace(
+        node, excluded=why, excluded_at=at, exclusions=node.exclusions + 1, cause=action.cause, proved=action.proof,
+        asked_by=action.by, not_drained="", stays="",
+    )  # fmt: skip
+    return _with(_unmarked(state, node.name), nodes={**state.nodes, node.name: node})
+
+
+def readmitted(state: State, at: float, action: Readmit) -> State:
+    """It has yet to show what it can do: its agent is started anew. What was found without proof is forgotten, since
+    nobody is left there to disprove it."""
+    finding = node_finding(state, action.node)
+    if finding is not None and not finding.proof:
+        state = _with(state, findings={key: one for key, one in state.findings.items() if key != finding.key})
+    state = _node(
+        state, action.node, excluded=None, cause=None, proved=False, asked_by="", asked_at=0.0, not_drained="",
+        stays="", probe=None,
+    )  # fmt: skip
+    node = state.nodes.get(action.node)
+    return state if node is not None and node.drained else _unmarked(state, action.node)
 
 
 def marking(state: State, at: float, action: Drain | Undrain | Shrink) -> State:
@@ -17,19 +68,26 @@ def marking(state: State, at: float, action: Drain | Undrain | Shrink) -> State:
 
 def marked(state: State, at: float, action: Drain | Undrain | Shrink, ok: bool, detail: str) -> State:
     """It is settled: ``ok``, or certainly not done."""
-    if ok and isinstance(action, Drain):
-        return _node(state, action.node, drained=action.reason)
-    if ok and isinstance(action, Undrain):
-        return _node(state, action.node, drained="")
+    if isinstance(action, Drain):
+        changes = {"drained": action.reason} if ok else {"not_drained": detail or "refused"}
+        return _node(state, action.node, **changes)
+    if isinstance(action, Undrain):  # refused: it is not our drain any more
+        return _node(_unmarked(state, action.node), action.node, drained="")
+    for name in action.nodes:
+        state = _node(state, name, stays=GIVEN_BACK if ok else detail or "refused")
     return state
 
 
-def readmitted(state: State, at: float, action: Readmit) -> State:
-    return _node(state, action.node, excluded=None)
+def _unmarked(state: State, name: NodeName) -> State:
+    return _with(state, marks={node: mark for node, mark in state.marks.items() if node != name})
 
 
-def _node(state: State, name: Any, **changes: Any) -> State:
+def _node(state: State, name: NodeName, **changes: Any) -> State:
     held = state.nodes.get(name)
     if held is None:
         return state
-    return msgspec.structs.replace(state, nodes={**state.nodes, name: msgspec.structs.replace(held, **changes)})
+    return _with(state, nodes={**state.nodes, name: msgspec.structs.replace(held, **changes)})
+
+
+def _with(state: State, **changes: Any) -> State:
+    return msgspec.structs.replace(state, **changes)

@@ -8,10 +8,20 @@ import msgspec
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Outside
-from rrl.manager.cluster import AllocationState, Ask
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
 from rrl.manager.state import Allocation, Node, Refusal, State
 from rrl.spec.jobview import Resources
 from rrl.spec.words import NodeName
+
+REMEMBERED = 3600.0
+"""s for which it counts that somebody cancelled all that the run had: who does so again within an hour means it"""
+
+STILLBORN = 60.0
+"""s: an allocation that ends sooner, and from whose nodes nothing ever spoke, counts as refused: it is not asked for
+without end"""
+LATE = 60.0
+"""s before its end as we know it from which an allocation that ends has come to the end of its time: when it began was
+seen a poll late, and Slurm counts whole minutes"""
 
 
 def requested(state: State, at: float, ask: Ask) -> State:
@@ -51,29 +61,75 @@ def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> 
     if held is None:
         return state if over else _with(state, allocations={**state.allocations, event.tag: _stray(state, at, event)})
     if event.seen is None or over:
-        if not (held.releasing or held.stray) and (held.seen is None or held.seen.state is AllocationState.PENDING):
+        state = _taken_back(_cancelled(state, at, held, event.seen), at, held, event.seen)
+        if not (held.releasing or held.stray) and held.running_since is None:
             detail = (event.seen.detail if event.seen else "") or "no longer in the queue"  # and it has never run
+            state = _refused(state, Refusal(event.tag, at, f"{event.tag}: {detail}", True, held.ask.part))
+        elif _stillborn(state, at, held):  # asking again and again would get no further
+            detail = f"it ended {at - (held.running_since or at):.0f} s after it began" + _words(event.seen)
             state = _refused(state, Refusal(event.tag, at, f"{event.tag}: {detail}", True, held.ask.part))
         return _with(
             state,
             allocations={tag: one for tag, one in state.allocations.items() if tag != event.tag},
-            nodes=_left(state.nodes, event.tag, ()),
+            nodes=left(state.nodes, event.tag, ()),
             lingering={tag: one for tag, one in state.lingering.items() if one.allocation != event.tag},
             intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
         )
-    held = msgspec.structs.replace(held, seen=event.seen)
-    since = held.running_since if held.running_since is not None else at  # one that is queued again begins anew
-    held = msgspec.structs.replace(held, running_since=since if held.running else None)
+    never = held.hopeless_since if held.hopeless_since is not None else at
+    held = msgspec.structs.replace(
+        held, seen=event.seen, seen_at=at, hopeless_since=never if event.seen.hopeless else None
+    )
+    since = held.running_since
+    if held.running or held.pending:  # one that is queued again begins anew
+        since = (at if since is None else since) if held.running else None
+    held = msgspec.structs.replace(held, running_since=since)
     if held.stray:
         return _with(state, allocations={**state.allocations, event.tag: held})
-    nodes = _left(state.nodes, event.tag, event.seen.nodes)
+    nodes = left(state.nodes, event.tag, event.seen.nodes)
     for name in event.seen.nodes:
         node = nodes.get(name) or Node(name, event.tag)
         if node.allocation != event.tag:
-            node = msgspec.structs.replace(node, allocation=event.tag, seen=None)
+            node = msgspec.structs.replace(node, allocation=event.tag, seen=None, stays="")
         nodes[name] = msgspec.structs.replace(node, part=held.ask.part)
     began = at if state.running_since is None and held.running else state.running_since
     return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes, running_since=began)
+
+
+def _stillborn(state: State, at: float, held: Allocation) -> bool:
+    """It ended by itself before anything spoke from its nodes: a prolog fails, or they do."""
+    began = held.running_since
+    ran = not (held.releasing or held.stray) and began is not None and at - began < STILLBORN
+    spoke = any(one.allocation == held.tag and one.first is not None for one in state.replicas.values())
+    return ran and not spoke and held.tag not in state.taken_back
+
+
+def _taken_back(state: State, at: float, held: Allocation, seen: AllocationSeen | None) -> State:
+    """Who is on it has not failed: it was preempted, cancelled, or its time was over."""
+    over = held.running and at >= held.ends - LATE
+    taken = held.taken or (seen is not None and (seen.taken or seen.cancelled)) or over
+    there = {replica.allocation for replica in state.replicas.values() if replica.believed}
+    kept = {tag: words for tag, words in state.taken_back.items() if tag in there}
+    if taken and not held.releasing:
+        kept[held.tag] = _words(seen).removeprefix(": ") or "its time is over"
+    return _with(state, taken_back=kept)
+
+
+def _words(seen: AllocationSeen | None) -> str:
+    return f": {seen.detail}" if seen is not None and seen.detail else ""
+
+
+def _cancelled(state: State, at: float, held: Allocation, seen: AllocationSeen | None) -> State:
+    """Somebody else than us ended it, and nothing else was left: who does that to all that a run has means the run.
+
+    Its last word comes some time after its end: what was asked for meanwhile does not count as left, and of several
+    that ended together only the first is counted."""
+    if held.releasing or held.stray or seen is None or not seen.cancelled:
+        return state
+    ended_at = held.seen_at if held.ending else at
+    others = [one for one in state.allocations.values() if one.tag != held.tag and not (one.releasing or one.stray)]
+    if any(one.at < ended_at and not one.ending for one in others) or held.at < max(state.emptied, default=0.0):
+        return state
+    return _with(state, emptied=(*(since for since in state.emptied if at - since < REMEMBERED), ended_at))
 
 
 def _stray(state: State, at: float, event: ev.AllocationChanged) -> Allocation:
@@ -84,7 +140,7 @@ def _launches_into(action: Outside, allocation: str) -> bool:
     return isinstance(action, Launch) and action.allocation == allocation
 
 
-def _left(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
+def left(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -> dict[NodeName, Node]:
     """``nodes`` after all but the ``present`` ones left the allocation. That a node is excluded is not forgotten: the
     next request must not bring it back."""
     still: dict[NodeName, Node] = {}

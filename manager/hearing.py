@@ -11,12 +11,13 @@ from typing import Any
 from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.admission import GpusTaken, memory_locks
+from rrl.manager.adopting import Adoptions, became, named_by, whose
 from rrl.manager.first_words import words_of
 from rrl.manager.saying import say
 from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitRecord, read_exit, tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, ReplicaId, role_of
+from rrl.spec.words import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of
 from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
 
@@ -45,6 +46,7 @@ class Ear:
         self.workers: dict[Life, bytes] = {}
         """life → where its worker can be told something"""
         self._gpus = GpusTaken()
+        self.adoptions = Adoptions(run, state, send, self._gpus)
         self._voices: dict[Life, tuple[bytes, ...]] = {}
         """life → the connections that its process greeted on: the newest, and the one before, of which something may
         still be on its way"""
@@ -64,12 +66,7 @@ class Ear:
         elif isinstance(message, msg.Gone):
             self._gone(message)
         elif not self._state().believed(message.life):
-            if self._state().verdict is not None:
-                return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
-            self.workers.pop(message.life, None)
-            self._voices.pop(message.life, None)
-            why = f"{message.life} is no longer believed"
-            await self._send(incoming.peer, msg.Fenced(message.life, why), None)
+            await self._unbelieved(incoming, message)
         elif isinstance(message, msg.Hello | msg.AgentHello):
             await self._greeting(incoming, message)
         elif incoming.peer in self._voices.get(message.life, ()):
@@ -78,13 +75,45 @@ class Ear:
                 grace = self._state().job.limits.step_grace
                 await self._send(incoming.peer, msg.Stop(message.life, grace, "its work is done"), None)
 
+    async def _unbelieved(self, incoming: Incoming, message: Any) -> None:
+        if self._state().verdict is not None:
+            newest = self._state().replica(message.life.replica).life == message.life
+            if newest and isinstance(message, msg.Committed):  # a resumed run goes on from there
+                self._record(ev.StepCommitted(message.life, message.step, message.metrics))
+            return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
+        if became(self._state(), message.life) is not None:
+            if isinstance(message, msg.Hello):  # it has not heard what it is
+                self.adoptions.heard(incoming.peer, message)
+                await self.adoptions.tell(message.life)
+            return
+        self.workers.pop(message.life, None)
+        self._voices.pop(message.life, None)
+        why = f"{message.life} is no longer believed"
+        await self._send(incoming.peer, msg.Fenced(message.life, why), None)
+
+    async def fence(self, life: Life, why: str) -> None:
+        """Have a life that is no longer believed end at once: its worker, and in case that one hangs its first process;
+        if that one is not heard either, its node's agent. A command that does not use the worker API gets its grace."""
+        self.adoptions.forget(life)
+        worker = self.workers.pop(life, None)
+        if worker is not None:
+            await self._send(worker, msg.Fenced(life, why), None)
+        state = self._state()
+        held = state.replica(life.replica)
+        if held.life != life or held.step is None or not speaks_for_itself(state, life):
+            return
+        agent = state.replica(replica_id(AGENT, held.node or "")).step or ""
+        if (peer := self.steps.get(held.step) or self.steps.get(agent)) is not None:
+            await self._send(peer, msg.Fenced(life, why, held.step), None)
+
     # ── steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _wanted(self, incoming: Incoming, message: msg.Wanted) -> None:
         """Admission: launched processes ask whether they are wanted; that makes a launch exactly once.
 
         Who was admitted before and asks again (of a new manager) is told to leave in order when the run is ending."""
         state = self._state()
-        replica = state.replica(message.life.replica)
+        life = whose(state, message.life, message.tag)
+        replica = state.replica(life.replica)
         held = state.lingering.get(message.tag)
         first = replica.first if replica.step == message.tag else None
         if first is not None and (first.node, first.pid) != (message.node, message.pid):
@@ -96,15 +125,19 @@ class Ear:
             self.steps[message.tag] = incoming.peer
             await self._send(incoming.peer, msg.Admitted(message.tag, True), incoming.ask)
             grace = state.job.limits.step_grace
-            await self._send(incoming.peer, msg.Stop(message.life, grace, "the run is ending"), None)
+            await self._send(incoming.peer, msg.Stop(life, grace, "the run is ending", message.tag), None)
             return
-        ok = state.believed(message.life) and replica.step == message.tag and state.verdict is None
-        why = "" if ok else f"{message.life} is not wanted (newest is {replica.life}, {replica.status})"
+        ok = state.believed(life) and replica.step == message.tag and state.verdict is None
+        why = "" if ok else f"{life} is not wanted (newest is {replica.life}, {replica.status})"
+        if ok and first is None and message.node != replica.node:  # room there is taken by others, or not ours
+            ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"
+            say(f"{why}: it is sent away")
+            self._record(ev.Done(message.tag, False, why))
         if ok:
             self.steps[message.tag] = incoming.peer
             self._on_wanted(message.tag)
             if first is None:
-                self._record(ev.Admitted(message.life, message.tag, message.node, message.pid))
+                self._record(ev.Admitted(life, message.tag, message.node, message.pid))
         await self._send(incoming.peer, msg.Admitted(message.tag, ok, why), incoming.ask)
 
     def _injected(self, message: msg.Injected) -> None:
@@ -112,26 +145,30 @@ class Ear:
         if fault.id not in self._state().faults:
             return  # nobody was told to
         life = message.life or self._state().replica(ReplicaId(fault.target)).life
+        life = next((one.life for one in self._state().replicas.values() if one.shadow == life), life)
         self._record(ev.FaultInjected(
             fault.id, life, message.ok, message.detail, fault.kind, fault.target, message.node, message.ended
         ))  # fmt: skip
 
     def _step_exit(self, message: msg.StepExit) -> None:
         self.steps.pop(message.tag, None)
-        self._ended(ev.StepEnded(message.life, message.tag, message.code, message.signal, message.why))
+        life = whose(self._state(), message.life, message.tag)
+        self._ended(ev.StepEnded(life, message.tag, message.code, message.signal, message.why))
 
     def _gone(self, message: msg.Gone) -> None:
         record = read_exit(self._run.exit_file(message.tag))
         if record is None:
-            self._watch.gone(message.life, self._now())
+            life = whose(self._state(), message.life, message.tag)
+            self._watch.gone(life, self._now())
             words = words_of(self._run, message.tag)
             why = f"vanished (agent of {message.node}){': ' if words else ''}{words}"
-            self._ended(ev.StepEnded(message.life, message.tag, None, None, why))
+            self._ended(ev.StepEnded(life, message.tag, None, None, why))
         else:
             self._recorded(record)
 
     def _recorded(self, record: ExitRecord) -> None:
-        self._ended(ev.StepEnded(record.life, record.tag, record.code, record.signal, record.why))
+        life = whose(self._state(), record.life, record.tag)
+        self._ended(ev.StepEnded(life, record.tag, record.code, record.signal, record.why))
 
     def _ended(self, event: ev.StepEnded) -> None:
         """An end counts once, and only of the step that the life is known by."""
@@ -145,7 +182,7 @@ class Ear:
 
     def ended_before(self, life: Life) -> None:
         """Its end was recorded under an earlier manager: the detectors must see it again."""
-        record = read_exit(self._run.exit_file(tag_of(self._run.id, life)))
+        record = read_exit(self._run.exit_file(tag_of(self._run.id, named_by(self._state(), life))))
         code, signal, why = (record.code, record.signal, record.why) if record else (None, None, "vanished")
         self._watch.step_ended(life, code, signal, why, self._now())
 
@@ -159,9 +196,15 @@ class Ear:
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
     async def _greeting(self, incoming: Incoming, message: msg.Hello | msg.AgentHello) -> None:
-        """A life is one process, the first that said so: of two, both would be believed in turn."""
+        """A life is one process, that of the step which was launched or adopted as it, and the first that said so: of
+        two, both would be believed in turn."""
         life = message.life
         known = self._state().replica(life.replica)
+        if known.step is not None and known.step != message.tag:
+            told = f"{life} is the step {known.step}, not {message.tag}"
+            say(f"{told}: the second one is refused")
+            await self._send(incoming.peer, msg.Fenced(life, told, message.tag), None)
+            return
         joined = known.status is Status.JOINED and known.pid is not None and life not in self._left
         if joined and (known.host, known.pid) != (message.host, message.pid):
             told = f"{life} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
@@ -178,10 +221,14 @@ class Ear:
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
         life, state, now = message.life, self._state(), self._now()
         replica = state.replica(life.replica)
-        self.workers[life] = incoming.peer
-        if (finding := self._gpus.claim(message, state, now)) is not None:
-            self._record(ev.FindingChanged(finding))  # it is fenced for that; until then it is not welcome
-            return
+        if role_of(life.replica) == SHADOW:  # no worker yet: who lives and who holds what is nothing to it
+            self.adoptions.heard(incoming.peer, message)
+        else:
+            self.workers[life] = incoming.peer
+            self.adoptions.forget(replica.shadow)
+            if (finding := self._gpus.claim(message, state, now)) is not None:
+                self._record(ev.FindingChanged(finding))  # it is fenced for that; until then it is not welcome
+                return
         self._watch.joined(life, message.node, message.phase, now)
         told = (message.listens, message.serves, message.pid, message.node)
         if replica.status is not Status.JOINED or told != (
@@ -222,7 +269,8 @@ class Ear:
             watch.goodbye(life, now)
         elif isinstance(message, msg.AgentHello):
             watch.agent_heard(message.node, life, now, message.boot)
-            self._record(ev.AgentJoined(life, message.node, message.host, message.pid, message.probe))
+            joined = ev.AgentJoined(life, message.node, message.host, message.pid, message.probe, message.keeps)
+            self._record(joined)
             if (finding := memory_locks(message, self._state().job.weights, now)) is not None:
                 self._record(ev.FindingChanged(finding))
         elif isinstance(message, msg.AgentBeat):
@@ -234,3 +282,9 @@ class Ear:
     def _phase(self, message: msg.Beat | msg.Entered) -> None:
         if self._state().replica(message.life.replica).phase != message.phase:
             self._record(ev.PhaseEntered(message.life, message.phase, message.waits_for))
+
+
+def speaks_for_itself(state: State, life: Life) -> bool:
+    """It uses the worker API, so that it hears for itself that it must leave."""
+    name = role_of(life.replica)
+    return name == SHADOW or any(role.name == name and role.watch == "api" for role in state.job.roles)

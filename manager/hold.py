@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from rrl.manager.journal import Follower, JournalError
+from rrl.manager.mailbox import letters
 from rrl.spec.rundir import RunDir
 
 PAUSE = 1.0
@@ -22,8 +23,9 @@ SETTLED = 60.0
 """s"""
 GONE = 5
 """times in a row that a manager ended and there was no run directory: somebody removed it for good"""
-_MANAGE = "import sys; from pathlib import Path; from rrl.spec.rundir import RunDir; " \
+MANAGE = "import sys; from pathlib import Path; from rrl.spec.rundir import RunDir; " \
           "from rrl.manager.submit import run_here; run_here(RunDir(Path(sys.argv[1])))"  # fmt: skip
+"""a program whose argument is the run directory: one manager"""
 
 
 def main() -> int:
@@ -31,7 +33,7 @@ def main() -> int:
     pause, gone = PAUSE, 0
     while not _surely_ended(run) and gone < GONE:
         began = time.monotonic()
-        code = subprocess.call([sys.executable, "-P", "-c", _MANAGE, str(run.path)])
+        code = subprocess.call([sys.executable, "-P", "-c", MANAGE, str(run.path)])
         if _surely_ended(run):
             break
         gone = gone + 1 if run.removed() else 0
@@ -52,9 +54,10 @@ def _surely_ended(run: RunDir) -> bool:
 
 
 def ended(run: RunDir) -> bool:
-    """The journal has the run's end. Raises JournalError or OSError where it cannot be read."""
+    """The journal has the run's end, and nobody has ordered that it goes on. Raises JournalError or OSError where that
+    cannot be read."""
     state = Follower(run).state()
-    return state is not None and state.outcome is not None
+    return state is not None and state.outcome is not None and not any(one.job for one in letters(run))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is a write th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -81,7 +82,10 @@ class Journal:
         if torn := follower.torn:
             told = f"{follower.where[0]}: {torn} bytes of an unfinished record are ignored"
             say(f"{told}; nobody was told of it")
-        self._path, self._fd = self._open(self.state, *follower.where)
+        before, accepted = follower.where
+        if before:
+            _sync(run.journal / before)  # its writer may have died between a write and its sync, and we count on both
+        self._path, self._fd = self._open(self.state, before, accepted)
 
     def append(self, stamped: Stamped) -> None:
         frame = _framed(_encode(stamped))
@@ -136,14 +140,12 @@ class Journal:
             head = Head(SCHEMA, self._epoch, state, before, accepted)
             _write_all(fd, MAGIC + _framed(_encode(head)))
             os.fsync(fd)
-            folder = os.open(self._run.journal, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            _sync(self._run.journal)
         except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)  # without a head it counts for nothing, should it not go or come back
             os.close(fd)
-            path.unlink(missing_ok=True)  # nothing was written to it; where that fails too, it has no whole head
+            path.unlink(missing_ok=True)
             raise
         return path, fd
 
@@ -265,6 +267,8 @@ def _head(path: Path) -> tuple[Head | None, int]:
     try:
         with path.open("rb") as file:
             start = file.read(len(MAGIC) + _FRAME.size)
+            if start and not start.strip(b"\0"):  # after a power cut: the file grew, and its bytes did not come
+                return None, 0
             if not start.startswith(MAGIC[: len(start)]):
                 raise JournalError(f"{path}: not a journal of rrl (it starts with {start[:5]!r})")
             if len(start) < len(MAGIC) + _FRAME.size:
@@ -297,6 +301,15 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
             raise JournalError(f"{path}: the record at byte {offset + at} cannot be read: {error}") from error
         at = after
         yield stamped, offset + at
+
+
+def _sync(path: Path) -> None:
+    """Of a file, or of a folder's names; whoever wrote them."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

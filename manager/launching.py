@@ -16,7 +16,7 @@ from rrl.spec.jobview import JobView, Resources, RoleView
 from rrl.spec.launch import BEAT_ENV, Launch
 from rrl.spec.prelude import prelude
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, role_of
+from rrl.spec.words import AGENT, SHADOW, role_of
 from rrl.transport.address import NETWORK_ENV
 
 AGENT_CPUS = 1
@@ -31,16 +31,20 @@ def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) 
     """Write the launch file of ``action`` (0600, durable) and return the step for the cluster.
 
     Raises OSError when the run directory cannot be read or written, Refused when there can be no such step."""
-    if role_of(action.life.replica) == AGENT:
+    name = role_of(action.life.replica)
+    if name == AGENT:
         launch, step = _agent(run, state, action, job_dir)
+    elif name == SHADOW:
+        launch, step = _shadow(run, state, action, job_dir)
     else:
-        launch, step = _role(run, state, action, job_dir)
+        launch, step = _role(run, state, action, job_dir, state.job.role(name))
     write_atomically(step.launch_file, msgspec.json.encode(launch))
     return step
 
 
-def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    role = state.job.role(role_of(action.life.replica))
+def _role(
+    run: RunDir, state: State, action: LaunchAction, job_dir: str, role: RoleView
+) -> tuple[Launch, Step]:
     launch = msgspec.structs.replace(
         _launch(run, state.job, action, job_dir),
         argv=_argv(role, state.job, str(run.path), job_dir),
@@ -56,9 +60,27 @@ def _role(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tupl
     return launch, step
 
 
-def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
+def _shadow(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
+    """The command of the role that is kept warm, beside whatever works on its node. Steps that overlap are all given
+    the node's first CPUs and GPUs (measured): so it gets all of them, to have its share of whatever is free once it has
+    become something; of the GPUs it is then told which."""
+    role = next(role for role in state.job.roles if role.warm)
+    launch, step = _role(run, state, action, job_dir, role)
+    node = _node(state, action)
+    gpus = node.gpus if role.each.gpus else 0
+    each = Resources(max(node.cpus, role.each.cpus), gpus, role.each.mem)
+    launch = msgspec.structs.replace(launch, standby=True, gpus=gpus)
+    return launch, msgspec.structs.replace(step, each=each, overlap=True)
+
+
+def _node(state: State, action: LaunchAction) -> Resources:
+    """What we asked for of each node of the allocation."""
     held = state.allocations.get(action.allocation)
-    gpus = held.ask.node.gpus if held is not None else 0
+    return held.ask.node if held is not None else Resources()
+
+
+def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
+    gpus = _node(state, action).gpus
     launch, probe = _launch(run, state.job, action, job_dir), _probe(state.job, str(run.path), job_dir)
     launch = msgspec.structs.replace(
         launch,

@@ -7,6 +7,8 @@ monotonic clock. Creating the next epoch's file O_EXCL has exactly one winner, o
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import socket
 import time
@@ -15,10 +17,15 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from rrl.manager.saying import say
 from rrl.spec.rundir import RunDir, write_atomically
 
 RELEASED = -1
 """Counter of a manager that left in order: its successor need not wait."""
+
+
+LOOKS = 20
+"""within the patience, so that no single moment decides"""
 
 
 class Holder(Struct, frozen=True):
@@ -40,14 +47,18 @@ class LeaseLost(Exception):
 class Lease:
     """The claim on one epoch. Make it with :meth:`acquire`."""
 
-    def __init__(self, run: RunDir, epoch: int, holder: Holder) -> None:
+    def __init__(self, run: RunDir, epoch: int, holder: Holder, patience: float) -> None:
         self.epoch = epoch
         self._run = run
         self._holder = holder
+        self._patience = patience
+        self._checked = time.monotonic()
+        """when it was last seen that there is no successor"""
 
     @classmethod
     async def acquire(cls, run: RunDir, patience: float, job: str = "") -> Lease:
-        """Claim the next epoch once the holder of the last one has been still for ``patience`` s.
+        """Claim the next epoch once the holder of the last one has been seen still for ``patience`` s. Time in which
+        its file cannot be read, or in which we were frozen ourselves, is not seen.
 
         Raises LeaseHeld when its counter moves, or when somebody else claims first."""
         epoch = _newest(run)
@@ -58,18 +69,28 @@ class Lease:
             _create(_file(run, epoch + 1), msgspec.json.encode(mine))
         except FileExistsError:
             raise LeaseHeld(f"another manager of {run.id} has just started") from None
-        return cls(run, epoch + 1, mine)
+        return cls(run, epoch + 1, mine, patience)
 
     def check(self) -> None:
-        """Raises LeaseLost when a successor exists: called before every mutation."""
+        """Raises LeaseLost when a successor exists: called before every mutation. Raises OSError where that cannot be
+        seen."""
         if _file(self._run, self.epoch + 1).exists():
             raise LeaseLost(f"epoch {self.epoch + 1} has begun: another manager of {self._run.id} took over")
+        self._checked = time.monotonic()
+
+    def heed(self) -> None:
+        """Raises LeaseLost when a successor exists, and looks only where nobody has for half a lease: who is renewed
+        has, who was frozen has not. Called before anything is decided or said. Storage that is away says nothing."""
+        if time.monotonic() - self._checked >= self._patience / 2:
+            with contextlib.suppress(OSError):
+                self.check()
 
     def renew(self) -> None:
         """Move the counter (blocking, about a write). Raises LeaseLost, or OSError when it cannot be written."""
         self.check()
         self._holder = msgspec.structs.replace(self._holder, counter=self._holder.counter + 1)
         write_atomically(_file(self._run, self.epoch), msgspec.json.encode(self._holder))
+        self.check()  # an NFS client may have answered the first time from what it remembered of the folder
 
     def release(self) -> None:
         released = msgspec.structs.replace(self._holder, counter=RELEASED)
@@ -106,15 +127,32 @@ def _read(run: RunDir, epoch: int) -> Holder | None:
 
 
 async def _wait_until_still(run: RunDir, epoch: int, patience: float) -> None:
-    seen = _read(run, epoch)
-    began = time.monotonic()
-    while seen is None or seen.counter != RELEASED:
-        if time.monotonic() - began >= patience:
-            return
-        await asyncio.sleep(patience / 20)
-        if _newest(run) != epoch:
-            raise LeaseHeld(f"another manager of {run.id} has just started")
-        now = _read(run, epoch)
-        if now != seen and now is not None and seen is not None and now.counter != RELEASED:
-            raise LeaseHeld(f"a manager of {run.id} lives on {now.host} (pid {now.pid})")
-        seen = now
+    """Returns once the counter was seen to stand for ``patience`` s, between the first and the last of many looks."""
+    seen: Holder | None = None
+    since = last = time.monotonic()
+    told = ""
+    while True:
+        now = time.monotonic()
+        if now - last > patience / 2:  # we were frozen, and perhaps the holder with us
+            since = now
+        last = now
+        try:
+            if _newest(run) != epoch:
+                raise LeaseHeld(f"another manager of {run.id} has just started")
+            held = _read(run, epoch)
+        except OSError as error:
+            since = math.inf
+            if str(error) != told:
+                told = str(error)
+                say(f"whether a manager of {run.id} lives cannot be seen, and is waited for: {told}")
+        else:
+            if held is not None and held.counter == RELEASED:
+                return
+            if held is not None and seen is not None and held != seen:
+                raise LeaseHeld(f"a manager of {run.id} lives on {held.host} (pid {held.pid})")
+            if held != seen:  # its first word
+                since = now
+            seen, since = held or seen, min(since, now)
+            if now - since >= patience:
+                return
+        await asyncio.sleep(patience / LOOKS)

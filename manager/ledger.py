@@ -16,14 +16,15 @@ import msgspec
 from msgspec import Struct
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Finish, Launch, Perform
+from rrl.manager.actions import Fence, Finish, Launch, Perform, RestartAll
+from rrl.manager.drain_requests import DrainRequest, DrainRequests
 from rrl.manager.journal import replay
 from rrl.manager.worktime import Worktime
 from rrl.spec.faults import TRAITS, Fault, Hits
 from rrl.spec.jobview import JobView
 from rrl.spec.phases import phase
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, Finding, Life, ReplicaId, Verdict, role_of
+from rrl.spec.words import AGENT, SHADOW, Finding, Life, ReplicaId, Verdict, role_of
 
 
 class Recovery(Struct, frozen=True):
@@ -68,6 +69,10 @@ class Summary(Struct, frozen=True):
     run_seconds: float
     epochs: int
     """managers that this run has had"""
+    outage_tokens: int = 0
+    """that rollouts generated while the trainer was away, and that are kept; of outages under one manager"""
+    drain_requests: list[DrainRequest] = []
+    """nodes that should be drained and that we may not drain"""
 
 
 def write_summary(run: RunDir) -> Summary:
@@ -170,14 +175,23 @@ class _Ledger:
         """the first step"""
         self.over: float | None = None
         """since when the run's end is decided"""
+        self.ended: float | None = None
+        self.drains = DrainRequests()
+        self.outage_tokens = 0
+        self.tokens_before: dict[int, int] = {}
+        """when the trainer went; by epoch"""
+        self.between = 0.0
+        """s from ends of the run until it was resumed"""
 
     def enter(self, stamped: ev.Stamped) -> None:
         self.now = at = stamped.at
         event = stamped.event
+        self.drains.enter(stamped)
         if isinstance(event, ev.Intended):
             self._intended(event, at)
-        elif isinstance(event, ev.Decided) and isinstance(event.action, Fence):
-            self._fenced(event.action, at)
+        elif isinstance(event, ev.Decided) and isinstance(event.action, Fence | RestartAll):
+            for fence in event.action.fences if isinstance(event.action, RestartAll) else (event.action,):
+                self._fenced(fence, at)
         elif isinstance(event, ev.StepEnded):
             self.failures.setdefault(event.life, at)
             self._down(event.life, at)
@@ -203,9 +217,29 @@ class _Ledger:
         elif isinstance(event, ev.ManagerStarted):
             self.epochs += 1
         elif isinstance(event, ev.RunEnded):
-            self.outcome, self.why = event.outcome.value, event.why
+            self.outcome, self.why, self.ended = event.outcome.value, event.why, at
+        elif isinstance(event, ev.Resumed):
+            self._resumed(event, at)
+        elif isinstance(event, ev.TokensSeen):
+            self._tokens_seen(event)
         elif isinstance(event, ev.Decided) and isinstance(event.action, Finish) and self.over is None:
             self.over = at
+
+    def _tokens_seen(self, event: ev.TokensSeen) -> None:
+        if event.away:  # perhaps several times before it works again
+            self.tokens_before.setdefault(self.epochs, event.total)
+        else:
+            before = self.tokens_before.get(self.epochs, event.total)
+            self.outage_tokens += event.total - before
+            self.tokens_before.clear()
+
+    def _resumed(self, event: ev.Resumed, at: float) -> None:
+        """The time since the run's end is not the run's."""
+        for replica in self.lives:
+            self.worked.end(replica, at if self.over is None else self.over)
+        self.between += at - (at if self.ended is None else self.ended)
+        self.job, self.outcome, self.why, self.over = event.job, "running", "", None
+        self.findings.clear()
 
     def _intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
@@ -244,7 +278,10 @@ class _Ledger:
 
     def _fenced(self, fence: Fence, at: float) -> None:
         life = fence.life
-        if role_of(life.replica) == AGENT or self.over is not None:
+        if role_of(life.replica) in (AGENT, SHADOW) or self.over is not None:
+            return
+        if not fence.charged:  # it has not failed: it moves, or another member of its gang did
+            self._down(life, at)
             return
         if life in self.fenced:  # given up before it came back
             self.fenced[life].rung = fence.rung
@@ -308,7 +345,7 @@ class _Ledger:
         return effective, strict
 
     def summary(self, run_dir: str) -> Summary:
-        wall = max(self.now - self.began, 1e-9)
+        wall = max(self.now - self.began - self.between, 1e-9)
         effective, strict = self._effective()
         rewards = [reward for _, reward in sorted(self.rewards.items())]
         return Summary(
@@ -326,6 +363,8 @@ class _Ledger:
             ettr_strict=round(strict / wall, 4),
             run_seconds=round(wall, 2),
             epochs=self.epochs,
+            outage_tokens=self.outage_tokens,
+            drain_requests=self.drains.requests,
         )
 
 

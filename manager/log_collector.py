@@ -12,7 +12,8 @@ import msgspec
 
 from rrl.manager import events as ev
 from rrl.manager import log_copies
-from rrl.manager.actions import Fence
+from rrl.manager.actions import Fence, RestartAll
+from rrl.manager.adopting import became, named_by
 from rrl.manager.log_copies import Copies
 from rrl.manager.saying import say
 from rrl.manager.state import State
@@ -37,8 +38,9 @@ _CLOSE = 5.0
 class LogCollector:
     """``copies`` belongs to the collector's thread; so does all I/O."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: Copies, state: Callable[[], State | None]) -> None:
         self.copies = copies
+        self._state = state
         self._loop = asyncio.new_event_loop()
         self._leaving = asyncio.Event()
         self._thread: threading.Thread | None = None
@@ -50,7 +52,7 @@ class LogCollector:
         """Listen on a free port of ``host`` and say so in the run directory. ``state`` is called from another thread.
 
         Raises what :meth:`rrl.transport.control.Listener.open` raises."""
-        collector = cls(Copies(run, epoch, lambda life: _believed(state(), life)))
+        collector = cls(Copies(run, epoch, lambda life: _believed(state(), life)), state)
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
 
@@ -68,9 +70,14 @@ class LogCollector:
     def notice(self, event: ev.Event) -> None:
         """A life that ended or is no longer believed: its newest lines are kept."""
         if isinstance(event, ev.StepEnded):
-            self._call(self._keep, event.life)
-        elif isinstance(event, ev.Decided) and isinstance(event.action, Fence):
-            self._call(self._keep, event.action.life)
+            self._call(self._keep, self._named(event.life))
+        elif isinstance(event, ev.Decided) and isinstance(event.action, Fence | RestartAll):
+            for fence in event.action.fences if isinstance(event.action, RestartAll) else (event.action,):
+                self._call(self._keep, self._named(fence.life))
+
+    def _named(self, life: Life) -> Life:
+        state = self._state()
+        return life if state is None else named_by(state, life)
 
     async def close(self) -> None:
         """Write what is due, and listen no more. Repeatable."""
@@ -148,10 +155,11 @@ class LogCollector:
 
 
 def _believed(state: State | None, life: Life) -> bool | None:
+    """Of a step that began as a shadow's: whether the member is that it became."""
     replica = None if state is None else state.replicas.get(life.replica)
     if state is None or replica is None or not 0 < life.incarnation <= replica.incarnation:
         return None
-    return state.believed(life)
+    return state.believed(life) or became(state, life) is not None
 
 
 def _settle(opened: asyncio.Future[None], error: BaseException | None) -> None:

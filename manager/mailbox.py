@@ -14,19 +14,29 @@ from msgspec import Struct
 
 from rrl.manager.saying import say
 from rrl.spec.faults import Fault
+from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
 
-_LARGEST = 64 * 2**10
-"""bytes of a letter that are read; a command has some hundred"""
+_LARGEST = 4 * 2**20
+"""bytes of a letter that are read; a command has some hundred, a job of 1,000 roles 1 MiB"""
 
 
 class Letter(Struct, frozen=True):
-    """One command: ``cancel``, or ``inject`` with its fault. ``id`` is its file's name: a command is taken once."""
+    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, ``resume``, or ``inject`` with its fault. ``id`` is
+    its file's name: a command is taken once."""
 
     command: str
     by: str = ""
     id: str = ""
     fault: Fault | None = None
+    target: str = ""
+    """``restart``: a replica; ``drain``, ``undrain``: a node"""
+    reason: str = ""
+    """``drain``: in the person's own words"""
+    keep: bool = False
+    """``cancel``: leave the allocations"""
+    job: JobView | None = None
+    """``resume``: the job as it goes on"""
 
 
 def letters(run: RunDir) -> list[Letter]:

@@ -15,7 +15,8 @@ from rrl.spec.words import AGENT
 def events_of(letter: Letter, state: State) -> list[ev.Event]:
     """What is journaled of a letter. A refused fault is, too, with the reason."""
     if letter.fault is None:
-        return [ev.Commanded(letter.command, letter.by, letter.id)]
+        by = letter.by or "somebody"
+        return [ev.Commanded(letter.command, by, letter.id, letter.target, letter.keep, letter.reason)]
     fault = msgspec.structs.replace(letter.fault, by=letter.by or "somebody")
     if fault.id in known_ids(state):
         return [ev.Commanded(letter.command, letter.by, letter.id)]  # the same order again

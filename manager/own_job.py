@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from rrl.manager.asks import first_asks
 from rrl.manager.cluster import Refused, Unanswered
 from rrl.manager.cluster.slurm_ask import script
 from rrl.manager.cluster.slurm_commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
+from rrl.manager.hold import MANAGE
 from rrl.manager.saying import say
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
@@ -30,6 +32,8 @@ CPUS = 1
 MEM_GB = 1
 MARGIN = 600.0
 """s that the manager's own job outlives the run's walltime"""
+SHORTEST = 600.0
+"""s that it has at least: a manager leaves 90 s before its end (submitit), and has queued the next one by then"""
 SETTLED = 60.0
 """s that a manager goes on before it queues the next one: what ends it sooner would end its successors, too"""
 _WITHIN = SlurmLimits()
@@ -45,7 +49,7 @@ def parameters(run_id: str, view: JobView) -> dict[str, Any]:
     return {
         "job_name": name(run_id),
         "comment": f"rrl {run_id} {MANAGER}",
-        "time": int((view.walltime + MARGIN) // 60),
+        "time": int(_walltime(view) // 60),
         "cpus_per_task": CPUS,
         "mem": f"{MEM_GB}GB",
         "nodes": 1,
@@ -55,15 +59,26 @@ def parameters(run_id: str, view: JobView) -> dict[str, Any]:
     }
 
 
+def _walltime(view: JobView) -> float:
+    """s: the run's and a margin; where the site allows less, one manager follows the other."""
+    most = view.walltime + MARGIN
+    return min(most, max(view.manager.walltime, SHORTEST)) if view.manager.walltime else most
+
+
 def _flags(options: dict[str, str]) -> dict[str, str | bool]:
     return {key: value or True for key, value in options.items()}
 
 
 def queue(run: RunDir, view: JobView, manage: Callable[[RunDir], Any]) -> None:
-    """Submit one manager's job, which calls ``manage(run)``. Raises RuntimeError with Slurm's words, or OSError."""
+    """Submit one manager's job, which does what ``manage(run)`` would. Raises RuntimeError with Slurm's words, or
+    OSError."""
     import submitit
 
-    executor = submitit.SlurmExecutor(folder=run.submit, python=view.env.python or sys.executable)
+    # submitit's own command waits for a file that is put in place only after sbatch has answered: whoever dies in
+    # between, as a login node may, would leave a job that gives up after a minute.
+    python = view.env.python or sys.executable
+    command = {"_submitit_command_str": shlex.join((python, "-u", "-P", "-c", MANAGE, str(run.path)))}
+    executor = type("SlurmExecutor", (submitit.SlurmExecutor,), command)(folder=run.submit, python=python)
     executor.update_parameters(**parameters(run.id, view))
     try:
         with contextlib.redirect_stderr(io.StringIO()), _outside_of_a_job():  # submitit repeats there what it raises

@@ -20,8 +20,21 @@ from rrl.health.guards import detect
 from rrl.health.sightings import Watch
 from rrl.manager import ballast
 from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Launch, Outside, Perform, Release, Request, StopStep
-from rrl.manager.cluster import Cluster, Observed, Refused, Unanswered
+from rrl.manager.actions import (
+    Drain,
+    Fence,
+    Launch,
+    Outside,
+    Perform,
+    Readmit,
+    Release,
+    Request,
+    RestartAll,
+    Shrink,
+    StopStep,
+    Undrain,
+)  # fmt: skip
+from rrl.manager.cluster import Cluster, Refused, Unanswered
 from rrl.manager.deeds import Deeds
 from rrl.manager.executor import Executor
 from rrl.manager.first_words import explained
@@ -31,17 +44,20 @@ from rrl.manager.journal import Journal
 from rrl.manager.lease import Lease, LeaseLost
 from rrl.manager.ledger import write_summary
 from rrl.manager.log_collector import LogCollector
+from rrl.manager.looking import HUNGRY, Eye
 from rrl.manager.mailbox import letters, taken
 from rrl.manager.orders import events_of
 from rrl.manager.performer import Performer, abandoned
 from rrl.manager.planner import plan
+from rrl.manager.planner.ending import said_at_the_end
 from rrl.manager.planner.wiring import Wiring, wire
 from rrl.manager.saying import say
-from rrl.manager.settle import Misses, hungry, settle
-from rrl.manager.state import State
+from rrl.manager.state import State, Status
+from rrl.manager.tokens import Tokens
 from rrl.spec.jobview import JobView
+from rrl.spec.launch import ASKED
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import Finding, Life, Outcome, Verdict, rank_of, role_of
+from rrl.spec.words import SHADOW, TRAINER, Finding, Life, Outcome, Verdict, rank_of, role_of
 from rrl.transport import messages as msg
 from rrl.transport.control import Listener
 from rrl.transport.keys import RunKeys
@@ -49,8 +65,6 @@ from rrl.transport.wire import TO_MANAGER
 
 REMOVED = 10
 """tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
-HUNGRY = 1.0
-"""s between two looks at the cluster while something is expected of it"""
 ANNOUNCE = 0.05
 """s between two announcements of who lives and who holds which weights: each goes to everybody, whole"""
 MAILBOX = 0.5
@@ -65,9 +79,12 @@ class Manager:
     def __init__(self, run: RunDir, cluster: Cluster, view: JobView, source: str, host: str) -> None:
         self._run_dir, self._cluster, self._view, self._source, self._host = run, cluster, view, source, host
         self._watch = Watch()
-        self._misses = Misses()
+        self._tokens = Tokens(self._watch)
         self._wake = asyncio.Event()
-        self._look_now = asyncio.Event()
+        self._eye = Eye(
+            cluster, self._watch, lambda: self.state, lambda event: self.record(explained(run, event)), self.now,
+            lambda: self._executor.busy, self._looked,
+        )  # fmt: skip
         self._wired: Wiring | None = None
         self._sent = 0
         self._announced = 0.0
@@ -125,7 +142,7 @@ class Manager:
         )
         self._executor = Executor(
             self._cluster, self.record, deeds.prepare, deeds.tell_step, self._performer.perform, self._lease.check,
-            deeds.adopt,
+            self._ear.adoptions.adopt,
         )
         stack.push_async_callback(self._executor.close)
         if self._state is None:
@@ -133,9 +150,11 @@ class Manager:
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
         if self._cancelled_early:
             self.cancel(self._cancelled_early)
+        if self.state.outcome is not None:
+            await self._resume()
         self._adopt()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
-        senses = (self._hear(), _again(self._look), self._renew(), _again(self._mailbox))
+        senses = (self._hear(), _again(self._eye.watch), self._renew(), _again(self._mailbox))
         self._senses = [asyncio.create_task(sense) for sense in senses]
         stack.push_async_callback(_cancelled, self._senses)
 
@@ -169,8 +188,11 @@ class Manager:
         self._deeds.notice(event)
         self._performer.notice(event)
         self._logs.notice(event)
-        if isinstance(event, ev.Done | ev.Admitted):
-            self._look_now.set()
+        taken = isinstance(event, ev.StepEnded) and event.why == ASKED and self.state.believed(event.life)
+        if isinstance(event, ev.Done | ev.Admitted) or taken:  # whom we did not ask: is its node taken back?
+            self._eye.soon()
+        elif isinstance(event, ev.FirstWorkDone) and event.life.replica == TRAINER:
+            self.record(ev.TokensSeen(self._tokens.total(), away=True))
         self._wake.set()
 
     # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,7 +202,9 @@ class Manager:
                 if task.done():
                     task.result()
             self._wake.clear()
+            self._lease.heed()  # nothing is decided, and nobody told anything, by one that was succeeded
             self._notice_own_pause()
+            self._eye.consider()
             look_again = self._detect()
             wake, over = await self._act()
             if over:
@@ -233,8 +257,11 @@ class Manager:
                     self._tell_watch(action)
                 else:
                     self.record(ev.Decided(action))
-                    if isinstance(action, Fence):
-                        await self._fence(action)
+                    if isinstance(action, Readmit):
+                        self._watch.forget_node(action.node)  # its silence from before counts no more
+                    fences = action.fences if isinstance(action, RestartAll) else (action,)
+                    for fence in (one for one in fences if isinstance(one, Fence)):
+                        await self._fence(fence)
         if self._todo and await self._flush():  # else they wait for the next turn: no deed without a durable intent
             todo, self._todo = self._todo, []
             for action in todo:
@@ -243,15 +270,17 @@ class Manager:
 
     def _tell_watch(self, action: Outside) -> None:
         if isinstance(action, Launch):
-            self._watch.launched(action.life, action.node, self.now())
+            within = self.state.job.recovery.adopt
+            self._watch.launched(action.life, action.node, self.now(), action.shadow, within)
         elif isinstance(action, StopStep):
             self._watch.leaving(action.life, self.now())
 
     async def _fence(self, action: Fence) -> None:
+        self._tokens.ends(action.life)
         self._watch.forget(action.life)
-        peer = self._ear.workers.pop(action.life, None)
-        if peer is not None:
-            await self._listener.send(peer, msg.Fenced(action.life, "; ".join(action.why.evidence)))
+        if action.life.replica == TRAINER:
+            self.record(ev.TokensSeen(self._tokens.total(), away=False))
+        await self._ear.fence(action.life, "; ".join(action.why.evidence))
 
     async def _announce(self) -> None:
         """Push the wiring to every worker when it changed, but not more often than it is worth: it is sent whole."""
@@ -269,7 +298,8 @@ class Manager:
                 await self._listener.send(peer, peers)
 
     def _welcome(self, life: Life) -> msg.Welcome:
-        rank, world = rank_of(life.replica), self.state.job.role(role_of(life.replica)).ranks
+        role = role_of(life.replica)
+        rank, world = (0, 1) if role == SHADOW else (rank_of(life.replica), self.state.job.role(role).ranks)
         return msg.Welcome(life, wire(self.state).message(self.state.epoch, self._sent), rank, world)
 
     async def _flush(self) -> bool:
@@ -288,36 +318,15 @@ class Manager:
     async def _hear(self) -> None:
         while True:
             incoming = await self._listener.receive()
+            self._lease.heed()
             try:
                 await self._ear.hear(incoming)
             except (OSError, ValueError, KeyError) as error:  # one message must not end the manager
                 say(f"{type(incoming.message).__name__} could not be heard: {error!r}")
 
-    async def _look(self) -> None:
-        """Look at the cluster: often while something is expected of it, else at the site's pace."""
-        looked: Observed | None = None
-        while True:
-            observed = await self._cluster.observe()
-            if observed is not looked:  # the same one again was asked for too soon: no second observation
-                self._observed(observed)
-            looked = observed
-            self._ear.exit_records()
-            self._wake.set()
-            self._look_now.clear()
-            wait = HUNGRY if hungry(self.state, self.now()) else self.state.job.limits.poll
-            try:
-                async with asyncio.timeout(wait):
-                    await self._look_now.wait()
-                await asyncio.sleep(min(HUNGRY, wait) / 4)  # several things that end together are looked at once
-            except TimeoutError:
-                pass
-
-    def _observed(self, observed: Observed) -> None:
-        for name, seen in (observed.nodes or {}).items():
-            if name in self.state.nodes:
-                self._watch.cluster_node(name, seen.state, seen.detail, self.now())
-        for event in settle(self.state, observed, self._misses, self.now(), self._executor.busy):
-            self.record(explained(self._run_dir, event))
+    def _looked(self) -> None:
+        self._ear.exit_records()
+        self._wake.set()
 
     async def _renew(self) -> None:
         period, removed = self._view.limits.lease / 5, 0
@@ -350,24 +359,35 @@ class Manager:
                     await asyncio.to_thread(taken, self._run_dir, letter)
             await asyncio.sleep(MAILBOX)
 
+    async def _resume(self) -> None:
+        """The run has ended; a person may have ordered that it goes on. Nothing of it lives that could see the summary
+        go."""
+        for letter in await asyncio.to_thread(letters, self._run_dir):
+            if letter.job is not None:
+                self.record(ev.Resumed(letter.by or "somebody", letter.id, letter.job))
+                await asyncio.to_thread(self._journal.flush)
+                self._run_dir.summary.unlink(missing_ok=True)
+                await asyncio.to_thread(taken, self._run_dir, letter)
+
     # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
     def _adopt(self) -> None:
         """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
         for replica in self.state.replicas.values():
             if replica.believed and replica.node is not None:
-                self._watch.launched(replica.life, replica.node, self.now())
+                told = replica.shadow if replica.status is Status.LAUNCHING else None
+                self._watch.launched(replica.life, replica.node, self.now(), told, self.state.job.recovery.adopt)
                 if replica.step is None:  # its end is recorded, and nothing was concluded from it yet
                     self._ear.ended_before(replica.life)
         self._ear.exit_records()
         stale = {key: finding for key, finding in self.state.findings.items() if not finding.proof}
         self._findings = stale  # cleared unless found again; what was proved stays
         for intent in list(self.state.intents.values()):
-            if isinstance(intent.action, StopStep | Release):
+            if isinstance(intent.action, StopStep | Release | Drain | Undrain | Shrink):
                 self._executor.start(intent.action)
             elif isinstance(intent.action, Perform):
                 self.record(abandoned(intent.action, self.state.epoch))
             elif isinstance(intent.action, Request):
-                self._look_now.set()
+                self._eye.soon()
 
     # ── the end ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _finish(self) -> Outcome:
@@ -375,7 +395,7 @@ class Manager:
         verdict = self.state.verdict
         assert verdict is not None
         if self.state.outcome is None:
-            self.record(ev.RunEnded(verdict.outcome, "; ".join(verdict.why.evidence)))
+            self.record(ev.RunEnded(verdict.outcome, said_at_the_end(self.state)))
         while not await self._flush():
             await asyncio.sleep(FLUSH)
         await asyncio.to_thread(self._journal.rotate, self.state)

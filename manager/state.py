@@ -19,6 +19,7 @@ from rrl.spec.jobview import JobView
 from rrl.spec.words import (
     AGENT,
     SHADOW,
+    Cause,
     Finding,
     Life,
     NodeName,
@@ -65,6 +66,8 @@ class Start(Struct, frozen=True):
     """its life had committed nothing"""
     injected: bool = False
     """a fault was injected into it"""
+    joined: bool = True
+    """its life had joined: it failed at work, not on its way there"""
 
 
 class First(Struct, frozen=True):
@@ -146,9 +149,19 @@ class Node(Struct, frozen=True):
     exclusions: int = 0
     """how often it was excluded"""
     proved: bool = False
-    """by proof: it is not used again by itself"""
+    """by proof: it is not used again while that stands"""
+    cause: Cause | None = None
+    """of its exclusion, where one was found"""
+    asked_by: str = ""
+    """who had it drained: it is not used again before somebody asks for that"""
+    asked_at: float = 0.0
+    """manager's time (s) of that order"""
     drained: str = ""
-    """the reason of our own drain that stands on it, or was asked for"""
+    """the reason of our own drain that stands on it"""
+    not_drained: str = ""
+    """why the cluster did not drain it for us: the administrators are asked to"""
+    stays: str = ""
+    """why it is not given back by itself (any more)"""
     keeps: str = ""
     """where its agent keeps snapshots, ``tcp://host:port``"""
     probe: str | None = None
@@ -166,23 +179,48 @@ class Allocation(Struct, frozen=True):
     """its give-back was refused: not asked for again before this time"""
     stray: bool = False
     """it landed after it had been given up: never used, only given back"""
+    seen_at: float = 0.0
+    """manager's time (s) of ``seen``"""
     running_since: float | None = None
     """manager's time (s) at which it was first seen to run: its walltime counts from about then"""
+    hopeless_since: float | None = None
+    """manager's time (s) since which the cluster says that it never starts by itself"""
 
     @property
     def ends(self) -> float:
-        """Manager's time (s) at which the cluster takes it back; inf while it does not run."""
-        return float("inf") if self.running_since is None else self.running_since + self.ask.walltime
+        """Manager's time (s) at which the cluster takes it back, as it says itself, else as was agreed; inf while it
+        does not run."""
+        if self.running_since is None or self.suspended:
+            return float("inf")
+        if self.seen is not None and self.seen.left is not None:
+            return self.seen_at + self.seen.left
+        return self.running_since + self.ask.walltime
 
     @property
     def pending(self) -> bool:
         """Nodes are still expected of it."""
-        return not self.releasing and not self.stray and not self.running
+        return not self.releasing and not self.stray and not self.running and not self.ending
 
     @property
     def running(self) -> bool:
+        """Its nodes are ours, though everything on them may stand still (``suspended``)."""
         held = not self.releasing and not self.stray
-        return held and self.seen is not None and self.seen.state is AllocationState.RUNNING
+        ours = (AllocationState.RUNNING, AllocationState.SUSPENDED)
+        return held and self.seen is not None and self.seen.state in ours
+
+    @property
+    def ending(self) -> bool:
+        """Nothing of it can be used any more; why, the cluster has yet to say."""
+        return self.seen is not None and self.seen.state is AllocationState.ENDING
+
+    @property
+    def suspended(self) -> bool:
+        return self.seen is not None and self.seen.state is AllocationState.SUSPENDED
+
+    @property
+    def taken(self) -> bool:
+        """The cluster takes it back before its time: whoever is on it leaves, and nobody is started there."""
+        return self.running and self.seen is not None and self.seen.taken
 
 
 class Lingering(Struct, frozen=True):
@@ -228,6 +266,10 @@ class State(Struct, frozen=True):
     """when nodes were first asked for"""
     asked: dict[str, int] = {}
     """requests ever made, by part: the tags of the next ones must be new"""
+    launched: bool = False
+    """a role was launched since the run began, or went on after it had ended"""
+    past: dict[ReplicaId, int] = {}
+    """newest incarnation of replicas that the job had before it was resumed without them: none is used twice"""
     ended: float | None = None
     host: str = ""
     """where the manager runs"""
@@ -247,6 +289,10 @@ class State(Struct, frozen=True):
     """intended, result not yet known; by the action's tag"""
     refusals: tuple[Refusal, ...] = ()
     """requests that the cluster refused, newest last (within the recovery window)"""
+    taken_back: dict[str, str] = {}
+    """allocations that the cluster took back, and its words; as long as somebody is believed who was there"""
+    emptied: tuple[float, ...] = ()
+    """manager's times (s) at which the last that was left of the allocations ended, because somebody cancelled it"""
     lingering: dict[str, Lingering] = {}
     """by step tag"""
     faults: tuple[str, ...] = ()
@@ -297,6 +343,30 @@ def gang(state: State, member: ReplicaId) -> list[Replica]:
     return [state.replica(member_id(whole, rank)) for rank in range(ranks)]
 
 
+def gangs(state: State) -> list[list[Replica]]:
+    """The replicas in the order of the job spec, each as its members by rank."""
+    found: dict[ReplicaId, list[Replica]] = {}
+    for member in workers(state):
+        found.setdefault(gang_of(member.id), []).append(member)
+    return list(found.values())
+
+
+def missing(members: list[Replica]) -> list[Replica]:
+    """Of a gang those that are to be launched so that it is whole: all of them, or the others of a launch that was
+    broken off. None where it works, was gone on without, or is done."""
+    if any(one.status is Status.RETIRED for one in members) or all(one.status is not Status.WANTED for one in members):
+        return []
+    if any(one.believed for one in members):
+        newest = max(one.incarnation for one in members)
+        return [one for one in members if one.status is Status.WANTED and one.incarnation < newest]
+    return members
+
+
+def at_work(members: list[Replica]) -> bool:
+    """All of them have joined."""
+    return all(one.status is Status.JOINED for one in members)
+
+
 def owner_of(state: State, step: str) -> Replica | None:
     """Whose newest life a step carries: of a shadow's that was adopted, the member that it became."""
     return next((replica for replica in state.replicas.values() if replica.step == step), None)
@@ -311,8 +381,13 @@ def progress(state: State) -> tuple[int, int]:
     """How much of the run is done, and of how much: trainer steps, or commands where there is no trainer."""
     if state.job.steps:
         return state.step, state.job.steps
-    working = [replica for replica in workers(state) if completes(state.job, replica.role)]
-    return sum(replica.status is Status.COMPLETED for replica in working), len(working)
+    working = [members for members in gangs(state) if completes(state.job, members[0].role)]
+    return sum(done(members) for members in working), len(working)
+
+
+def done(members: list[Replica]) -> bool:
+    """A gang's work is: that of all its members."""
+    return all(one.status is Status.COMPLETED for one in members)
 
 
 def open_requests(state: State) -> dict[str, str]:

@@ -25,6 +25,7 @@ from rrl.manager.hold import ended
 from rrl.manager.journal import JournalError
 from rrl.manager.launching import keep_passed
 from rrl.manager.lease import LeaseHeld, LeaseLost
+from rrl.manager.mailbox import Letter
 from rrl.manager.runtime import Manager
 from rrl.manager.saying import say
 from rrl.spec.descriptors import raise_nofile
@@ -50,10 +51,12 @@ def create(job: Job, source: Path) -> RunDir:
     no space, over quota): then nothing of it is left."""
     # Chance in it, because Slurm's jobs are found by it: two folders of runs must not share an id.
     run = RunDir(runs_root() / f"{job.run.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    making = RunDir(run.path.with_name(f".{run.id}"))
     try:
-        _fill(run, job, source)
+        _fill(making, job, source)
+        os.rename(making.path, run.path)  # whoever dies before leaves no run, and after it one that can be managed
     except BaseException:
-        shutil.rmtree(run.path, ignore_errors=True)
+        shutil.rmtree(making.path, ignore_errors=True)
         raise
     return run
 
@@ -61,7 +64,12 @@ def create(job: Job, source: Path) -> RunDir:
 def _fill(run: RunDir, job: Job, source: Path) -> None:
     run.create()
     RunKeys.make().save(run.keys)
-    write_atomically(run.job_toml, source.read_bytes())
+    _describe(run, job, source.read_bytes(), source)
+
+
+def _describe(run: RunDir, job: Job, text: bytes, source: Path) -> None:
+    """What was asked for, and what manager and roles read of it."""
+    write_atomically(run.job_toml, text)
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
     write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
     view = job.view(sys.executable)
@@ -79,6 +87,20 @@ def start(run: RunDir, job: Job) -> str:
         return start_manager(run, view)
     except (OSError, RuntimeError):
         shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def resume(run: RunDir, job: Job, text: bytes, source: Path) -> str:
+    """Have a run that has ended go on, with this job. Returns what there is to be warned of. Raises OSError or
+    RuntimeError when no manager could be started: then it has still ended."""
+    _describe(run, job, text, source)
+    view = job.view(sys.executable)
+    order = run.mailbox / f"{time.time_ns()}-{os.getpid()}.json"
+    write_atomically(order, msgspec.json.encode(Letter("resume", getpass.getuser(), job=view)))
+    try:
+        return start_manager(run, view)
+    except (OSError, RuntimeError):
+        order.unlink(missing_ok=True)
         raise
 
 

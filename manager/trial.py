@@ -160,7 +160,8 @@ def _key(job: Job, view: JobView, ask: Ask | None, name: str) -> tuple[str, ...]
     if name in ("cpus", "gpus", "mem"):
         return (*table, name) if role else ("cluster", "node", name)
     if name == "walltime":
-        return (*table, name) if role and role.walltime else ("cluster", name)
+        key = "job_walltime" if job.cluster.job_walltime else name
+        return (*table, name) if role and role.walltime else ("cluster", key)
     if name == "replicas":
         return (*table, name) if role else ("cluster", "spares") if view.spares else ("cluster",)
     return ("slurm", name) if name else ("slurm",)

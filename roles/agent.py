@@ -1,8 +1,9 @@
 """``python -m rrl.roles.agent FILE``: the small process on each node that outlives the roles there.
 
 It tells that the node lives and which steps live on it, is the witness when a step's first process vanishes without an
-exit record, ends what a dead step left behind, and performs injected faults. It starts nothing. It sees only the steps
-of its own run and node (the launch file names both), also where several virtual nodes share one machine.
+exit record, ends what a dead step left behind, performs injected faults, and owns the memory that trainers' snapshots
+lie in (:mod:`rrl.roles.snapshots`). It starts nothing. It sees only the steps of its own run and node (the launch file
+names both), also where several virtual nodes share one machine.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from typing import Any
 import msgspec
 
 from rrl.roles.admission_probe import limits, probe
-from rrl.roles.environment import raise_limits, see_all_gpus
+from rrl.roles.environment import ADDRESS_ENV, on_this_node, raise_limits, see_all_gpus
 from rrl.roles.faults import let_go
 from rrl.roles.first import FirstProcess, say
 from rrl.roles.injector import Injector
 from rrl.roles.processes import Census
+from rrl.roles.snapshots.keeper import Keeper
 from rrl.spec.launch import BEAT_ENV, Launch, read_exit, read_launch
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
 from rrl.spec.words import Life
+from rrl.transport.address import NoAddress
 from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject
 
 BEAT = 1.0
@@ -56,23 +59,31 @@ async def _live(launch: Launch, launch_file: str) -> None:
     first = FirstProcess(launch, launch_file)
     async with first.running():
         if await first.admission():
-            agent = _Agent(first, await probe(first))
-            tasks = [asyncio.create_task(agent.beats()), asyncio.create_task(agent.watch())]
-            for task in tasks:
-                task.add_done_callback(lambda _: first.news.set())
-            await first.until(lambda: any(task.done() for task in tasks))
-            for task in tasks:
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception):
-                    await first.finish(1, None, f"exited: {result!r}")
-                    raise result
+            keeper = Keeper(first.run.id, first.node, first.keys, _host(launch))
+            await asyncio.to_thread(keeper.start)
+            try:
+                await _work(first, _Agent(first, keeper, await probe(first)))
+            finally:
+                keeper.close()
         await first.finish(0, None, first.why or "asked")
 
 
+async def _work(first: FirstProcess, agent: _Agent) -> None:
+    tasks = [asyncio.create_task(agent.beats()), asyncio.create_task(agent.watch())]
+    for task in tasks:
+        task.add_done_callback(lambda _: first.news.set())
+    await first.until(lambda: any(task.done() for task in tasks))
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            await first.finish(1, None, f"exited: {result!r}")
+            raise result
+
+
 class _Agent:
-    def __init__(self, first: FirstProcess, probed: str) -> None:
-        self._first, self._probed = first, probed
+    def __init__(self, first: FirstProcess, keeper: Keeper, probed: str) -> None:
+        self._first, self._keeper, self._probed = first, keeper, probed
         self._beat = float(first.launch.env.get(BEAT_ENV) or os.environ.get(BEAT_ENV) or BEAT)
         self._census = Census(first.steps)
         self._launches: dict[str, Launch | None] = {}
@@ -185,8 +196,9 @@ class _Agent:
         launch = self._first.launch
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         me = AgentHello(
-            launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot, self._probed, *limits()
-        )
+            launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot, self._probed, *limits(),
+            keeps=self._keeper.address,
+        )  # fmt: skip
         return [me, *self._gone.values()]
 
     def _hear(self, message: Any) -> None:
@@ -194,7 +206,8 @@ class _Agent:
             case Inject():
                 self._keep(asyncio.create_task(self._injector.inject(message)))
             case Fenced():
-                self._keep(asyncio.create_task(self._end_life(message.life)))
+                self._keeper.fence(message.life)
+                self._keep(asyncio.create_task(self._end_life(message.life, message.tag)))
 
     # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self, paths: Collection[str], which: Callable[[Process], bool]) -> None:
@@ -207,9 +220,11 @@ class _Agent:
         if left:
             print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
 
-    async def _end_life(self, life: Life) -> None:
-        """Another life on this node is no longer believed, and perhaps does not hear it."""
-        await self._sweep([path for path, launch in self._launches.items() if launch and launch.life == life], _any)
+    async def _end_life(self, life: Life, tag: str) -> None:
+        """Another life on this node is no longer believed, and perhaps does not hear it. One that a shadow became is
+        found by its step's tag."""
+        theirs = [path for path, one in self._launches.items() if one and (one.life == life or one.tag == tag)]
+        await self._sweep(theirs, _any)
 
     def _run_is_over(self) -> bool:
         run = self._first.run
@@ -242,6 +257,14 @@ def _removed(folder: Path, device: int) -> bool:
         return False
     left = next(above for above in folder.parents if above.exists())
     return os.stat(left).st_dev == device
+
+
+def _host(launch: Launch) -> str:
+    """Where other nodes reach this one; empty where they do not (then roles cannot listen here either, and say so)."""
+    try:
+        return on_this_node(launch)[ADDRESS_ENV]
+    except NoAddress:
+        return ""
 
 
 def _remove(ballast: Path) -> None:

@@ -9,9 +9,12 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+Digest = dict[str, Any]
+"""Of one file, as a manifest names it: ``{"sha256": hex, "bytes": n}``."""
 
 
 class DamagedCheckpoint(Exception):
@@ -39,8 +42,9 @@ def incarnation_of(folder: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def describe(run_dir: Path, files: Iterable[Path]) -> dict[str, Any]:
-    """``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``.
+def describe(run_dir: Path, files: Iterable[Path], known: Mapping[str, Digest] = {}) -> dict[str, Any]:
+    """``{"folder": relative to the run directory, "files": {name: {"sha256": hex, "bytes": n}}}``. Files whose digest
+    is ``known``, by name, are not read.
 
     All files of one folder. Raises ValueError when there are none, in more than one folder, or outside the run.
     """
@@ -49,7 +53,8 @@ def describe(run_dir: Path, files: Iterable[Path]) -> dict[str, Any]:
     if len(folders) != 1:
         raise ValueError(f"a checkpoint is the files of one folder, not of {len(folders)}")
     folder = folders.pop().relative_to(run_dir)
-    return {"folder": folder.as_posix(), "files": {path.name: _digest(path) for path in paths}}
+    digests = {path.name: known.get(path.name) or digest_of(path) for path in paths}
+    return {"folder": folder.as_posix(), "files": digests}
 
 
 def make_durable(files: Iterable[Path]) -> None:
@@ -64,14 +69,17 @@ def make_durable(files: Iterable[Path]) -> None:
             os.close(fd)
 
 
-def verified(run_dir: Path, manifest: dict[str, Any]) -> dict[str, Path]:
-    """The files that the manifest names, by name, each read and compared. Raises DamagedCheckpoint."""
+def verified(run_dir: Path, manifest: dict[str, Any], only: Collection[str] | None = None) -> dict[str, Path]:
+    """The files that the manifest names, by name, each (or ``only`` these) read and compared. Raises
+    DamagedCheckpoint."""
     folder = run_dir / manifest["folder"]
     files = {name: folder / name for name in manifest["files"]}
     for name, path in files.items():
+        if only is not None and name not in only:
+            continue
         expected = manifest["files"][name]
         try:
-            found = _digest(path)
+            found = digest_of(path)
         except OSError as error:
             raise DamagedCheckpoint(f"{path}: {error.strerror}") from error
         if found != expected:
@@ -79,7 +87,8 @@ def verified(run_dir: Path, manifest: dict[str, Any]) -> dict[str, Path]:
     return files
 
 
-def _digest(path: Path) -> dict[str, Any]:
+def digest_of(path: Path) -> Digest:
+    """Reads the whole file. Raises OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"sha256": digest, "bytes": file.tell()}

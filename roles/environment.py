@@ -16,7 +16,7 @@ ADDRESS_ENV = "RRL_ADDRESS"
 GPUS_ENV = "RRL_GPUS"
 """Slurm's numbers of the GPUs on this node that this step was given, with commas; unset where Slurm gave none"""
 _OF_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """what Slurm gave this step, as libraries read it; the manager could not know"""
 _SYS = Path("/sys/class")
 
@@ -26,7 +26,7 @@ def on_this_node(launch: Launch) -> dict[str, str]:
 
     Raises NoAddress where the node has no interface in the network that is asked for."""
     image = {name: value for name, value in os.environ.items() if launch.in_image and not of_a_launcher(name)}
-    given = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
+    given = {name: os.environ[name] for name in VISIBLE if name in os.environ}
     if launch.gpus and (gpus := next((os.environ[name] for name in _OF_SLURM if os.environ.get(name)), "")):
         given[GPUS_ENV] = gpus
     return image | given | _addresses(launch) | launch.env
@@ -75,7 +75,7 @@ def raise_limits() -> None:
 
 def see_all_gpus() -> None:
     """For an agent, which shares all GPUs of its node: Slurm shows a step what it is to use."""
-    for name in _VISIBLE:
+    for name in VISIBLE:
         os.environ.pop(name, None)
 
 

@@ -150,9 +150,9 @@ class FirstProcess:
                 if not message.ok:
                     self._double = message.another
                     self.leave(f"unwanted: {message.why}", 0.0)
-            case Fenced(life=self.launch.life):
+            case Fenced(life=self.launch.life) | Fenced(tag=self.launch.tag):  # a shadow's step goes by its tag alone
                 self.leave(f"unwanted: {message.why}", 0.0)
-            case Stop(life=self.launch.life):
+            case Stop(life=self.launch.life) | Stop(tag=self.launch.tag):
                 self.leave("asked", message.grace)
             case _:
                 self.hear(message)

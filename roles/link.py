@@ -2,6 +2,9 @@
 
 One asyncio loop in one daemon thread: the dialer to the manager, the conversation with the trajectory store, the weight
 plane, the beats. What the worker API needs of it are blocking calls (:meth:`Link.call`) and a few plain attributes.
+
+A shadow has the dialer and the beats only. Told what it becomes, it takes that life for good, says Hello as such under
+the tag of its own step, and opens the rest: one process, one connection, and no beat is left out.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
+import msgspec
+
 from rrl.roles.environment import ADDRESS_ENV
 from rrl.roles.gpus import held_gpus_within
 from rrl.roles.own_faults import OwnFaults
+from rrl.roles.standing_by import keep_gpus
 from rrl.roles.trajectories.client import TrajectoryClient, store_address
 from rrl.spec.launch import Launch
+from rrl.spec.phases import STANDBY
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import NodeName, ReplicaId, Version
+from rrl.spec.words import NodeName, ReplicaId, Version, role_of
 from rrl.transport import messages as msg
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys
@@ -38,6 +45,8 @@ WELCOME_BY = 600.0
 """s for a manager to welcome a worker: longer than Slurm takes to requeue a manager (120 s)"""
 LAST_ANSWER = 0.5
 """s that a role which was asked to leave still waits for the store"""
+LOOK = 0.5
+"""s between two looks of a shadow's main thread whether SIGTERM came: what wakes it otherwise comes at once"""
 STORE = ReplicaId("trajectories/0")
 
 T = TypeVar("T")
@@ -52,6 +61,9 @@ class Link:
 
     def __init__(self, launch: Launch, run: RunDir, keys: RunKeys, beat: float, transport: dict[str, Any]) -> None:
         self.launch, self.run, self.keys = launch, run, keys
+        """``launch.life`` is who speaks: a shadow's, until it becomes a member"""
+        self.rank, self.world = 0, 1
+        """as the manager's Welcome said"""
         self.peers: msg.Peers | None = None
         self.stopping = threading.Event()
         self.node = NodeName(os.environ.get("SLURMD_NODENAME") or launch.node)
@@ -60,12 +72,12 @@ class Link:
         self.weights = WeightStore()
         self.faults = OwnFaults(launch, self.node, self.say, lambda after, do: self._loop.call_later(after, do))
         self._beat, self._transport = beat, transport
-        self._moves_weights = launch.life.replica.split("/")[0] in ("trainer", "rollout")
-        self._pulls = launch.life.replica.startswith("rollout/")
-        self._now: tuple[str, ReplicaId | None] = ("starting", None)
+        self._now: tuple[str, ReplicaId | None] = (STANDBY if launch.standby else "starting", None)
         """phase and whom it waits for: one value, so that no beat tells a mixture"""
         self._done = 0
-        self._blocked_by: ReplicaId | None = None
+        self._asking = 0
+        """threads that wait for the store: a trainer's may be two, as it commits beside its work"""
+        self._counting = threading.Lock()
         self._told = ""
         self._worked = False
         self._listens: str | None = None
@@ -73,6 +85,8 @@ class Link:
         self._committed: int | None = None
         self._on_peers: list[Callable[[msg.Peers], None]] = []
         self._welcomed = threading.Event()
+        self._woken = threading.Event()
+        """a shadow need not wait any more: it became something, is to leave, or has failed"""
         self._new_version = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="rrl-link", daemon=True)
@@ -81,8 +95,13 @@ class Link:
 
     # ── for the worker's thread ────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Returns once the manager has said Welcome. Raises TimeoutError, or whatever kept the link from starting."""
+        """Returns once the manager has said Welcome; in a shadow: as what it became. Raises Stopping where a shadow is
+        asked to leave before, TimeoutError, or whatever kept the link from starting."""
         self._thread.start()
+        while self.launch.standby and not self._woken.wait(LOOK) and not self.stopping.is_set():
+            pass
+        if self.launch.standby and self._failure is None:
+            raise Stopping
         if not self._welcomed.wait(WELCOME_BY):
             raise TimeoutError(f"no manager of {self.run.id} said welcome within {WELCOME_BY:g} s")
         if self._failure is not None:
@@ -96,7 +115,8 @@ class Link:
         """As :meth:`call`; meanwhile beats say that it is the store that is waited for.
 
         Raises Stopping when this role was asked to leave and the store, which may have left before, does not answer."""
-        self._blocked_by = STORE
+        with self._counting:
+            self._asking += 1
         asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             while True:
@@ -111,7 +131,8 @@ class Link:
                         asked.cancel()
                         raise Stopping from None
         finally:
-            self._blocked_by = None
+            with self._counting:
+                self._asking -= 1
 
     def soon(self, what: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(what, *args)
@@ -178,6 +199,7 @@ class Link:
 
     @property
     def store(self) -> TrajectoryClient:
+        assert self._store is not None, "a shadow has no business with the store"
         return self._store
 
     # ── in the loop's thread ───────────────────────────────────────────────────────────────────────────────────────
@@ -188,24 +210,61 @@ class Link:
         except BaseException as error:
             self._failure = error
             self._welcomed.set()
+            self._woken.set()
             return
         self._loop.run_forever()
 
     async def _open(self) -> None:
         self._gpus = await held_gpus_within()
         self._pipe: Pipe | None = None
-        if self._moves_weights:
-            self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
-            self._serves = await self._pipe.serve(self.weights, self.host)
+        self._store: TrajectoryClient | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
         self._dialer = Dialer(self.keys, msg.Down, self._find_manager, lambda: [self._hello()])
+        if not self.launch.standby:
+            await self._open_pipe()
+            self._open_store()
+        self._spawn(self._dialer.run(), self._listen(), self._beats())
+
+    async def _open_pipe(self) -> None:
+        """Weights of others come in by it, and ours go out."""
+        role = role_of(self.launch.life.replica)
+        if role not in ("trainer", "rollout"):
+            return
+        self._pipe = pipe = open_pipe(self._transport["weights"], self.keys.secret)
+        self._serves = await pipe.serve(self.weights, self.host)
+        if role == "rollout":
+            self._spawn(self._follow(pipe))
+
+    def _open_store(self) -> None:
         # How long a store may be away is the manager's to judge: whoever gives up by itself is one more loss.
         self._store = TrajectoryClient(self.keys, self.launch.life, self._find_store, patience=inf)
-        self._tasks = [
-            self._loop.create_task(coroutine)
-            for coroutine in (self._dialer.run(), self._listen(), self._beats(), self._store.run(), self._follow())
-        ]
-        for task in self._tasks:
+        self._spawn(self._store.run())
+
+    def _spawn(self, *coroutines: Coroutine[Any, Any, None]) -> None:
+        for coroutine in coroutines:
+            task = self._loop.create_task(coroutine)
             task.add_done_callback(_loud)
+            self._tasks.append(task)
+
+    async def _become(self, told: msg.Become) -> None:
+        """From here on every message is that life's, the Hello that it begins with included. Told again: nothing."""
+        if not self.launch.standby or (told.shadow, told.tag) != (self.launch.life, self.launch.tag):
+            return
+        print(f"rrl: {self.launch.life} becomes {told.life}", file=sys.stderr, flush=True)
+        self.launch = msgspec.structs.replace(self.launch, life=told.life, standby=False)
+        self.faults.launch = self.launch
+        self._gpus = keep_gpus(told.gpus, self._gpus)
+        self._now = ("starting", None)
+        self._open_store()
+        if self._dialer.connected:  # else it is the first word on the next connection
+            await self._dialer.send(self._hello())
+        self._spawn(self._open_pipe_late())
+        self._woken.set()
+
+    async def _open_pipe_late(self) -> None:
+        """Beside the Welcome, for which a fabric that takes its time is no reason to wait."""
+        await self._open_pipe()
+        self._tell_anew()
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -213,7 +272,8 @@ class Link:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._pipe is not None:
             await self._pipe.close()
-        await self._store.close()
+        if self._store is not None:
+            await self._store.close()
         await self._dialer.close()
 
     def _hello(self) -> msg.Hello:
@@ -244,7 +304,11 @@ class Link:
             message = await self._dialer.pushed()
             if isinstance(message, msg.Welcome):
                 self._hear_peers(message.peers)
-                self._welcomed.set()
+                if message.life == self.launch.life and not self.launch.standby:  # one to the shadow may come late
+                    self.rank, self.world = message.rank, message.world
+                    self._welcomed.set()
+            elif isinstance(message, msg.Become):
+                await self._become(message)
             elif isinstance(message, msg.Peers):
                 self._hear_peers(message)
             elif isinstance(message, msg.Fenced):
@@ -252,6 +316,7 @@ class Link:
                 os._exit(FENCED_EXIT)  # whatever the worker's own thread is in the middle of must not go on
             elif isinstance(message, msg.Stop):
                 self.stopping.set()
+                self._woken.set()
             elif isinstance(message, msg.Inject):
                 self.faults.order(message)
 
@@ -259,8 +324,11 @@ class Link:
         known = self.peers
         if known is not None and (peers.epoch, peers.seq) < (known.epoch, known.seq):
             return
+        moved = store_address(peers) != store_address(known)
         self.peers = peers
         self._peers_changed.set()
+        if moved and self._store is not None:
+            self._store.look()
         for callback in self._on_peers:
             callback(peers)
 
@@ -269,7 +337,8 @@ class Link:
         while True:
             phase, waits_for = self._now
             if self._dialer.connected:
-                await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, self._blocked_by or waits_for))
+                blocked_by = STORE if self._asking else waits_for
+                await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, blocked_by))
                 self._told = phase
             await asyncio.sleep(self._beat)
 
@@ -290,19 +359,18 @@ class Link:
             self._told = phase
             self._say_now(msg.Entered(self.launch.life, phase, self._done, waits_for))
 
-    async def _follow(self) -> None:
+    async def _follow(self, pipe: Pipe) -> None:
         """Bring every newest version here, one after another; skip those that are superseded meanwhile."""
-        while self._pulls:
+        while True:
             self._peers_changed.clear()
             newest = self.peers.newest if self.peers else None
             held = self.weights.current()
             if newest is None or (held is not None and held.manifest.version >= newest):
                 await self._peers_changed.wait()
                 continue
-            assert self._pipe is not None
             try:
                 by = self._transport["chunk_deadline"]
-                await pull(self.weights, newest, partial(self._holders, newest), self._pipe, chunk_by=by)
+                await pull(self.weights, newest, partial(self._holders, newest), pipe, chunk_by=by)
             except _Outdated:
                 continue
             except PullFailed as error:

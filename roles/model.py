@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3RotaryEmbedding
 
 
 class ModelSpec(Struct, frozen=True):
@@ -31,9 +31,37 @@ class ModelSpec(Struct, frozen=True):
 def build_model(spec: ModelSpec, vocabulary: int, seed: int) -> nn.Module:
     """A float32 model on the CPU with untied embeddings; the same seed gives the same weights, bit for bit.
 
-    The global random state is left as it was. Built for real, not on the meta device: rotary ``inv_freq`` is a
-    buffer that no state dict carries, and would stay uninitialised (measured).
+    The global random state is left as it was.
     """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _model(spec, vocabulary)
+
+
+def skeleton(spec: ModelSpec, vocabulary: int) -> nn.Module:
+    """The same model without memory for its tensors: for whoever loads them (:func:`materialise`)."""
+    with torch.device("meta"):
+        return _model(spec, vocabulary)
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give a :func:`skeleton` (sharded or not) its memory. Parameters hold anything until they are loaded.
+
+    Rotary frequencies are buffers that no state dict carries: they would stay uninitialised, and nothing would say so
+    (docs/sources.md, torch). They are computed again. Raises ValueError when there is another buffer like them.
+    """
+    model.to_empty(device=device)
+    saved = model.state_dict().keys()
+    missing = {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+    for place, module in model.named_modules():
+        if isinstance(module, Qwen3RotaryEmbedding):
+            for name, right in Qwen3RotaryEmbedding(module.config).named_buffers():
+                missing.pop(f"{place}.{name}").copy_(right)
+    if missing:
+        raise ValueError(f"buffers that no checkpoint carries and nobody computes: {sorted(missing)}")
+
+
+def _model(spec: ModelSpec, vocabulary: int) -> nn.Module:
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=spec.hidden_size,
@@ -49,10 +77,7 @@ def build_model(spec: ModelSpec, vocabulary: int, seed: int) -> nn.Module:
         eos_token_id=None,
         pad_token_id=None,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float().eval()
-    return cast(nn.Module, model)
+    return cast(nn.Module, Qwen3ForCausalLM(config).float().eval())
 
 
 def log_probs(logits: Tensor, temperature: float) -> Tensor:

@@ -33,14 +33,14 @@ class OwnFaults:
         self, launch: Launch, node: NodeName, tell: Callable[[Injected], None],
         soon: Callable[[float, Callable[[], object]], object],
     ) -> None:  # fmt: skip
-        self._launch, self._node, self._tell, self._soon = launch, node, tell, soon
+        self.launch, self._node, self._tell, self._soon = launch, node, tell, soon
         self._waiting: Fault | None = None
 
     def order(self, order: Inject) -> None:
         """In the link's thread."""
         fault = order.fault
-        if order.tag != self._launch.tag:
-            self._answer(fault, False, f"{order.tag} was meant; this is {self._launch.tag}")
+        if order.tag != self.launch.tag:
+            self._answer(fault, False, f"{order.tag} was meant; this is {self.launch.tag}")
         elif fault.kind is FaultKind.EXIT:
             self._answer(fault, True, f"it ends itself with exit code {fault.amount:g}")
             self._soon(TOLD, lambda: os._exit(int(fault.amount)))
@@ -70,4 +70,4 @@ class OwnFaults:
         self._answer(fault, True, "its calls go on", ended=True)
 
     def _answer(self, fault: Fault, ok: bool, detail: str, ended: bool = False) -> None:
-        self._tell(Injected(fault, ok, detail, self._launch.life, self._node, ended))
+        self._tell(Injected(fault, ok, detail, self.launch.life, self._node, ended))

@@ -19,6 +19,7 @@ from rrl.roles.first import FirstProcess
 from rrl.roles.processes import ProcessGroup, command_env, end_descendants
 from rrl.roles.role_log import RoleLog
 from rrl.roles.setting_up import SetUp
+from rrl.roles.standing_by import make_way
 from rrl.spec.launch import EXITED, NOT_STARTED, Launch, read_launch
 
 BEFORE_TELLING = 0.5
@@ -71,6 +72,8 @@ def _start(first: FirstProcess) -> tuple[SetUp, RoleLog]:
     try:
         env = command_env(on_this_node(launch), first.launch_file, first.me)
         setup = SetUp(launch.setup, launch.argv, env, launch.cwd, writer)
+        if launch.standby:
+            make_way(setup.group.pid)
     except OSError:
         os.close(reader)
         raise

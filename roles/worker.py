@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,14 +19,15 @@ from typing import Any
 
 import msgspec
 
+from rrl.roles.checkpoint_files import Digest, fresh_folder, make_durable, verified
 from rrl.roles.checkpoint_files import describe as describe_files
-from rrl.roles.checkpoint_files import fresh_folder, make_durable, verified
 from rrl.roles.link import Link, Stopping
+from rrl.roles.standing_by import step_up
 from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
 from rrl.spec.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
 from rrl.spec.phases import phase as phase_named
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import ReplicaId, Version, replica_id, role_of
+from rrl.spec.words import NodeName, ReplicaId, Version, replica_id, role_of
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Goodbye, Peers
 from rrl.transport.weights.manifest import TensorSpec, describe, layout
@@ -36,6 +37,8 @@ PATIENCE = 1.0
 """s that one question waits at the store before it is asked again, so that a stop is noticed"""
 GOODBYE_BY = 60.0
 """s that a worker which has done its work waits to be told to leave"""
+TRAINER = "trainer"
+"""the role that processes are kept warm for"""
 _COPIED_AT_ONCE = 8 * 2**20
 """bytes; a copy keeps every other thread from running, the one that beats too. 1 GiB, measured: 0.36 s in such slices,
 and no thread waited for more than 9 ms; in one go up to 1.4 s, all of it a wait"""
@@ -86,29 +89,45 @@ class Scoring:
         self._link.progress(max(0, self._posted - told))
 
 
+class _Bound(msgspec.Struct, frozen=True):
+    """What a commit needs of a batch."""
+
+    digest: str
+    reward: float
+
+
 class Worker:
     """One life of one replica. Made by :func:`join`, used as a context manager."""
 
     def __init__(self, launch: Launch, run: RunDir, keys: RunKeys) -> None:
-        self.launch = launch
         self.run_dir = run
         self.keys = keys
         self.job: dict[str, Any] = msgspec.json.decode(run.resolved.read_bytes())["job"]
         """the resolved job spec"""
-        role = role_of(launch.life.replica)
+        role = TRAINER if launch.standby else role_of(launch.life.replica)
         self.settings: dict[str, Any] = self._table(role)
         """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
         self._link = Link(launch, run, keys, float(os.environ.get(BEAT_ENV, "1")), self.job["transport"])
-        self._binding: Batch | None = None
+        self._bound: dict[int, _Bound] = {}
+        """the steps given by :meth:`batches` and not committed"""
         self._loaded: Version | None = None
         self._asked_committed = False
         self._committed: int | None = None
         self._manifest: dict[str, Any] | None = None
 
     def __enter__(self) -> Worker:
+        """Returns once the manager has welcomed this life. A process that is kept warm waits here, for minutes or for
+        days, until it is needed; one that is asked to leave before ends here, by SystemExit."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
-        self._link.start()
+        warm = self.launch.standby
+        try:
+            self._link.start()
+        except Stopping:
+            self._link.close()
+            raise SystemExit(0) from None
+        if warm:
+            step_up()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
@@ -120,6 +139,21 @@ class Worker:
         return kind is not None and issubclass(kind, Stopping)
 
     # ── every role ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def launch(self) -> Launch:
+        """Which life this is, and under which tag; of a process that is kept warm, inside ``with`` what it became."""
+        return self._link.launch
+
+    @property
+    def rank(self) -> int:
+        """Of this process among the ``world`` that its replica consists of (``ranks`` in job.toml): only the manager
+        knows, whatever Slurm's variables say. Inside ``with``."""
+        return self._link.rank
+
+    @property
+    def world(self) -> int:
+        return self._link.world
+
     @contextmanager
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
         """Say what this role is doing: it decides what silence means (:mod:`rrl.spec.phases`)."""
@@ -152,6 +186,11 @@ class Worker:
     def stopping(self) -> threading.Event:
         """Set once this role is asked (by the manager, or by SIGTERM) to finish what is in hand and leave."""
         return self._link.stopping
+
+    @property
+    def node(self) -> NodeName:
+        """Where this process runs."""
+        return self._link.node
 
     @property
     def host(self) -> str:
@@ -200,7 +239,8 @@ class Worker:
                     if self.stopping.is_set():
                         return
                     batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
-            self._binding = batch
+            rewards = [trajectory.reward for trajectory in batch.trajectories]
+            self._bound[number] = _Bound(batch.digest, sum(rewards) / max(1, len(rewards)))
             yield batch
             self.progress(1)
 
@@ -208,32 +248,45 @@ class Worker:
         """A fresh folder for this attempt at step ``number``: no attempt ever writes into another's."""
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.life.incarnation)
 
-    def commit(self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None) -> None:
+    def commit(
+        self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None,
+        digests: Mapping[str, Digest] | None = None,
+    ) -> None:  # fmt: skip
         """From here the step counts: one record commits the checkpoint and the batch's consumption.
 
-        ``files`` are made durable first. Raises Fenced when a newer life has taken over."""
+        ``files`` are made durable first, but for those in ``digests`` (by name), which are durable and known: in a gang
+        each member writes its own, and only the first one commits. May be called in another thread while
+        :meth:`batches` goes on, in the order of the steps: so many may be done and not committed as ``uncommitted`` in
+        job.toml says, then there is no next batch. Raises Fenced when a newer life has taken over."""
         self._link.faults.strike(working=True)
-        if self._binding is None or self._binding.number != number:
-            raise ValueError(f"step {number} is committed without its batch; batches() gave {self._binding}")
-        make_durable(files)
-        manifest = describe_files(self.run_dir.path, files)
-        self._link.ask_store(self._link.store.commit(number, manifest, self._binding.digest))
+        bound = self._bound.get(number)
+        if bound is None:
+            raise ValueError(f"step {number} is committed without its batch; batches() gave {sorted(self._bound)}")
+        known = digests or {}
+        make_durable([path for path in files if path.name not in known])
+        manifest = describe_files(self.run_dir.path, files, known)
+        self._link.ask_store(self._link.store.commit(number, manifest, bound.digest))
         self._committed, self._manifest = number, manifest
-        given = metrics or {}
-        if "reward" not in given:
-            rewards = [trajectory.reward for trajectory in self._binding.trajectories]
-            given = {**given, "reward": sum(rewards) / max(1, len(rewards))}
-        self._link.committed(number, given)
+        for old in [each for each in list(self._bound) if each <= number]:
+            self._bound.pop(old)
+        self._link.committed(number, {"reward": bound.reward, **(metrics or {})})
 
     def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
         """Serve these weights as the version of step ``number`` until replaced. ``tensors``: name, dtype, shape, bytes
         (:func:`rrl.roles.tensors.pack` makes them of a state dict)."""
-        specs, nbytes = layout([(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors])
+        described = [(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors]
+        self.publish_each(number, described, (data for *_, data in tensors))
+
+    def publish_each(
+        self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]], contents: Iterable[memoryview]
+    ) -> None:
+        """As :meth:`publish`, for weights that are not all here at once: ``described`` says name, dtype, shape and
+        bytes of each; ``contents`` gives them in this order, and each is copied before the next one is asked for."""
+        specs, nbytes = layout(described)
         flat = fresh_memory(nbytes)
-        for spec, (_, _, _, data) in zip(specs, tensors, strict=True):
+        for spec, data in zip(specs, contents, strict=True):
             _copy(flat[spec.offset : spec.offset + spec.nbytes], data.cast("B") if data.format != "B" else data)
         version = Version(number, self.launch.life.incarnation)
-        described = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in specs]
         chunk = int(self.job["transport"]["chunk"])
         manifest = describe(version, described, flat, self.keys.secret, chunk)
         self._link.weights.offer(manifest, flat)
@@ -292,7 +345,10 @@ def join() -> Worker:
         with rrl.join() as me:
             ...
 
-    Outside of a run this ends the process with exit code 2 and says so."""
+    Where the job keeps processes warm (``warm`` in job.toml), a trainer is started before it is needed and waits at
+    ``with``: whatever comes before it (imports, building the model) is then done in advance. Do not touch a GPU before
+    it: which one is this process's is known only then. Outside of a run this ends the process with exit code 2 and says
+    so."""
     path = os.environ.get(LAUNCH_ENV)
     if path is None:
         print(f"rrl: {LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it", file=sys.stderr)

@@ -193,8 +193,7 @@ class RecoveryTable(Table):
     whole: Annotated[int, Field(ge=0)] = _R.whole
     drain: bool = _R.drain
     exclusion: Time = _R.exclusion
-    failure_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """probability that a node fails on a day (Meta's RSC-1: 0.0065), for standbys = "auto"; 0: not known"""
+    failure_rate: Annotated[float, Field(ge=0, lt=1)] = _R.failure_rate
 
 
 class TransportTable(Table):

@@ -70,6 +70,9 @@ def _model(job: Job) -> None:
 def _form(job: Job) -> None:
     """Forms of allocations: what fits them."""
     cluster = job.cluster
+    if cluster.job_walltime and cluster.job_walltime < cluster.walltime and job.manager.where == "pool":
+        why = 'the manager in the pool ends with its first job; write where = "job" in [manager], or remove it'
+        raise mistake(("cluster", "job_walltime"), why)
     if cluster.form == "pool":
         return
     if cluster.kind == "local":

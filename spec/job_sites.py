@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from rrl.spec.tables import SbatchOptions, Table, Time
+from rrl.spec.tables import SbatchOptions, Table, Time, TimeIfAny
 from rrl.spec.units import Size
 
 
@@ -76,7 +76,10 @@ class ClusterTable(Table):
     """nodes held ready beyond what the roles need; form "pool" only"""
     node: NodeTable = NodeTable()
     walltime: Time = 86400.0
-    """of the pool's allocation, and of the run"""
+    """of the run, and of its allocations"""
+    job_walltime: TimeIfAny = None
+    """of each allocation and of the manager's own job, where the site allows less than walltime: before an allocation
+    ends (limits.rotate), another is asked for, and the roles move there"""
     start_within: Time = 3600.0
     """form "replica": what has come is given back, and the run ends, if the trainer and min_replicas of each role have
     no nodes so long after the first request"""

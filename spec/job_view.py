@@ -55,9 +55,9 @@ def viewed(job: Job, python: str) -> jobview.JobView:
         container=jobview.ContainerView(container.mounts, container.python),
         network=job.transport.network,
         weights=job.transport.weights,
-        manager=jobview.ManagerView(job.manager.where, {**kept, **own}),
+        manager=jobview.ManagerView(job.manager.where, {**kept, **own}, job.cluster.job_walltime or 0.0),
         limits=job.merged_limits(),
-        recovery=msgspec.convert(job.recovery.model_dump(exclude={"failure_rate"}), jobview.Recovery),
+        recovery=msgspec.convert(job.recovery.model_dump(), jobview.Recovery),
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )
@@ -78,20 +78,21 @@ def sbatch(options: Mapping[str, str | int | bool]) -> dict[str, str]:
 def _parts(job: Job, roles: tuple[RoleView, ...]) -> tuple[Part, ...]:
     """One for everything in a pool; else one for each role that takes whole nodes, and one for the others."""
     cluster, common = job.cluster, sbatch(job.slurm)
+    term = min(cluster.walltime, cluster.job_walltime or cluster.walltime)
     node = Resources(cpus=cluster.node.cpus, gpus=cluster.node.gpus, mem=cluster.node.mem)
     if cluster.form == POOL:
         nodes = jobview.pool_nodes(roles, node) + cluster.spares
-        return (Part(POOL, tuple(role.name for role in roles), nodes, node, cluster.walltime, common, needed=nodes),)
+        return (Part(POOL, tuple(role.name for role in roles), nodes, node, term, common, needed=nodes),)
     separate, parts = cluster.form == "replica", []
     shared = tuple(role for role in roles if not role.exclusive)
     if shared:
         nodes, names = jobview.pool_nodes(shared, node), tuple(role.name for role in shared)
-        parts.append(Part(SHARED, names, nodes, node, cluster.walltime, common, needed=nodes))
+        parts.append(Part(SHARED, names, nodes, node, term, common, needed=nodes))
     for role in roles:
         if role.exclusive:
             table = job.every_role()[role.name]
             options = sbatch({"exclusive": True, **job.slurm, **table.slurm})  # a node of its own, beside no other job
-            walltime = table.walltime or cluster.walltime
+            walltime = table.walltime or term
             needed = role.min_replicas if separate else role.replicas
             nodes, needed = role.replicas * role.nodes, needed * role.nodes
             parts.append(Part(role.name, (role.name,), nodes, role.on_node, walltime, options, separate, needed))

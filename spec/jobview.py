@@ -93,6 +93,8 @@ class ManagerView(Struct, frozen=True):
     where: str = "job"
     """``job``: a small Slurm job of its own; ``pool``: on the pool's first node"""
     sbatch: dict[str, str] = {}
+    walltime: float = 0.0
+    """of its own job (s), which the next manager's follows; 0: the run's, and a margin"""
 
 
 class Part(Struct, frozen=True):
@@ -184,11 +186,13 @@ class Recovery(Struct, frozen=True):
     adopt: float = 10.0
     """s within which a shadow that was told to take part must be heard as what it became; then the next candidate"""
     whole: int = 2
-    """restarts of the whole run within the window; then it ends"""
+    """restarts of the whole run within the window, then it ends; 0: never, only budgets decide"""
     drain: bool = True
     """drain nodes on which we found a hardware fault, where Slurm lets us; else their drain is only asked for"""
     exclusion: float = 3600.0
     """s after which a node that was condemned without proof may be used again; doubles each time"""
+    failure_rate: float = 0.0
+    """probability that a node fails on a day (Meta's RSC-1: 0.0065), for standbys = "auto"; 0: not known"""
 
 
 class JobView(Struct, frozen=True):
@@ -246,11 +250,18 @@ def pool_nodes(roles: tuple[RoleView, ...], node: Resources) -> int:
     for role in roles:
         if role.exclusive:
             continue
-        for _ in range(role.replicas * role.ranks):
-            want = (role.each.cpus, role.each.gpus, role.each.mem)
-            home = next((free for free in shared if all(f >= w for f, w in zip(free, want, strict=True))), None)
-            if home is None:
-                home = [node.cpus, node.gpus, node.mem]
-                shared.append(home)
-            home[:] = [f - w for f, w in zip(home, want, strict=True)]
+        for _ in range(role.replicas):
+            members = [0] * len(shared)  # of this gang, on each node
+            for _ in range(role.ranks):
+                want = (role.each.cpus, role.each.gpus, role.each.mem)
+                fitting = (
+                    at for at, free in enumerate(shared)
+                    if members[at] < role.per_node and all(f >= w for f, w in zip(free, want, strict=True))
+                )  # fmt: skip
+                home = next(fitting, len(shared))
+                if home == len(shared):
+                    shared.append([node.cpus, node.gpus, node.mem])
+                    members.append(0)
+                shared[home] = [f - w for f, w in zip(shared[home], want, strict=True)]
+                members[home] += 1
     return exclusive + len(shared)

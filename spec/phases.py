@@ -36,6 +36,8 @@ class Phase(Struct, frozen=True):
     colour: str = "white"
 
 
+STANDBY = "standby"
+"""what a shadow is in until it becomes something: nobody waits for it, and it is not judged for doing nothing"""
 _HOUR = 3600.0
 
 _ALL = (
@@ -55,6 +57,7 @@ _ALL = (
     # a backlog, a judge model that is slow to answer
     Phase("score", progresses=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
     Phase("serve", useful=True, shortest=300.0, longest=inf, colour="green"),  # the store fsyncs to shared storage
+    Phase(STANDBY, longest=inf, colour="bright_black"),
     Phase("stopping", colour="magenta"),
 )
 

@@ -6,6 +6,7 @@ Value types only: frozen, comparable, decodable. No behaviour beyond naming and 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import NewType
 
 from msgspec import Struct
@@ -18,9 +19,16 @@ NodeName = NewType("NodeName", str)
 AGENT = "agent"
 """The role name of the small process on each node that samples, witnesses and sweeps."""
 
+TRAINER = ReplicaId("trainer/0")
+"""The trainer, or its gang's first member."""
+
 SHADOW = "shadow"
 """The role name of the warm process on a node that becomes a member of a gang at once: ``shadow/<node>``, or
 ``shadow/<node>:<slot>`` where several members share a node."""
+
+
+_NAMES = 65536
+"""names taken apart once: a plan for a thousand nodes asks some ten thousand times"""
 
 
 def replica_id(role: str, index: int | str) -> ReplicaId:
@@ -32,6 +40,7 @@ def member_id(replica: ReplicaId, rank: int) -> ReplicaId:
     return replica if rank == 0 else ReplicaId(f"{replica}.{rank}")
 
 
+@lru_cache(maxsize=_NAMES)
 def gang_of(member: ReplicaId) -> ReplicaId:
     """The replica that this is a member of: ``trainer/0`` of ``trainer/0.3``. Whoever is no gang is its own."""
     role, _, index = member.partition("/")
@@ -44,6 +53,7 @@ def rank_of(member: ReplicaId) -> int:
     return 0 if role in (AGENT, SHADOW) else int(index.partition(".")[2] or 0)
 
 
+@lru_cache(maxsize=_NAMES)
 def role_of(replica: ReplicaId) -> str:
     return replica.partition("/")[0]
 

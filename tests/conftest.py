@@ -12,7 +12,7 @@ from rrl.tests.lab.slurm import SlurmLab, missing
 
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
-_LABS = {"slurm_lab", "accounting_lab", "isolated_lab"}
+_LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
 collect_ignore = [] if netns.possible() else ["lab/test_isolated_nodes.py", "runs/test_cut_nodes.py"]
 """Nodes with a network of their own need root: where there is none, their tests are not there either."""
 
@@ -49,6 +49,14 @@ def accounting_lab() -> Iterator[SlurmLab]:
     """As ``slurm_lab``, of two nodes without GPUs, with slurmdbd: accounts, QOS and limits are enforced."""
     _require(accounting=True)
     with SlurmLab.start(nodes=2, accounting=True) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="session")
+def preempting_lab() -> Iterator[SlurmLab]:
+    """As ``slurm_lab``, without GPUs, with partitions whose jobs Slurm preempts (6 s of grace) or suspends in turn."""
+    _require()
+    with SlurmLab.start(nodes=LAB_NODES, preempting=6) as lab:
         yield lab
 
 

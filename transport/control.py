@@ -219,6 +219,10 @@ class Dialer:
         """The listener has let us in and we have greeted it."""
         return self._greeted
 
+    def look(self) -> None:
+        """``find`` may have news: ask it now rather than at the next look."""
+        self._changed.set()
+
     async def run(self) -> None:
         """Connect, watch, reconnect: until closed or cancelled. Raises what ``hello`` raises."""
         try:

@@ -206,6 +206,8 @@ class Become(Struct, frozen=True, tag=True):
     shadow: Life
     life: Life
     tag: str
+    gpus: tuple[str, ...] = ()
+    """those of the node's that are its own from now on, as its Hello named them; empty: all that it has"""
 
 
 class Fenced(Struct, frozen=True, tag=True):
@@ -213,6 +215,8 @@ class Fenced(Struct, frozen=True, tag=True):
 
     life: Life
     why: str
+    tag: str = ""
+    """of its step, which may have begun as a shadow's: told to the step's first process, or to the node's agent"""
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -221,6 +225,8 @@ class Stop(Struct, frozen=True, tag=True):
     life: Life
     grace: float
     why: str
+    tag: str = ""
+    """as in ``Fenced``"""
 
 
 class Inject(Struct, frozen=True, tag=True):

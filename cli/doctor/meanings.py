@@ -114,7 +114,7 @@ MEANINGS: dict[str, Meaning] = {
     "slurm.drain": Meaning(
         "May the user drain nodes? Nothing is tried: asked are root, SlurmUser and the admin level in accounting.",
         f"nothing must be done: rrl keeps bad nodes out of its own requests. To drain them too, {_ADMIN}:"
-        " sacctmgr modify user NAME set adminlevel=Operator"),
+        " sacctmgr modify user NAME set adminlevel=Administrator (an Operator may not)"),
     "slurm.hold": Meaning(
         "Is InactiveLimit 0? Then the pool is held by `salloc --no-shell`, and no node's loss ends it.",
         f"{_ADMIN} for InactiveLimit=0; until then the pool is held by a batch script, and is lost if its first node is"

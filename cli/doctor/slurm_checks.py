@@ -228,9 +228,9 @@ def _drain(facts: Facts, slurm: Slurm) -> Check:
         if config and _none_kept(slurm):
             return warn(name, f"{told}: without accounting nobody has an admin level", fix.partition(". ")[0])
         return unknown(name, accounts)
-    if accounts.admin in ("Operator", "Administrator"):
+    if accounts.admin == "Administrator":
         return ok(name, f"{facts.user} is {accounts.admin}")
-    return warn(name, f"{facts.user} has admin level {accounts.admin or 'None'}: Operator is needed", fix)
+    return warn(name, f"{facts.user} has admin level {accounts.admin or 'None'}: Administrator is needed", fix)
 
 
 def _confined(slurm: Slurm) -> Check:

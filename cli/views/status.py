@@ -15,9 +15,9 @@ from rich.text import Text
 
 from rrl.cli.views.figures import bar, curve, folded, number, span
 from rrl.manager.cluster import NodeState
-from rrl.manager.state import Node, Replica, State, Status, progress, workers
+from rrl.manager.state import Allocation, Node, Replica, State, Status, progress, workers
 from rrl.spec.phases import phase
-from rrl.spec.words import AGENT, Finding, Outcome, Verdict
+from rrl.spec.words import AGENT, SHADOW, Finding, Outcome, Verdict
 
 NARROW = 95
 """columns below which what is nice to know is left out"""
@@ -140,17 +140,33 @@ def _nodes(state: State) -> Text:
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")
     if spare:
         text.append(f"  spare {folded(spare)}", "bright_black")
+    warm = {r.node for r in state.replicas.values() if r.role == SHADOW and r.phase == "standby" and r.believed}
+    if ready := [n.name for n in good if n.name in warm]:
+        text.append(f"  warm standby on {folded(ready)}", "green")
     if without := [n.name for n in good if n.name not in agents]:
         text.append(f"  no agent yet on {folded(without)}", "yellow")
     for node in state.nodes.values():
         if trouble := _node_trouble(node):
             text.append(f"  {node.name} {trouble}", "red")
+    for allocation in state.allocations.values():
+        if told := _allocation_trouble(allocation):
+            text.append(f"  {told}", "yellow")
     return text
+
+
+def _allocation_trouble(allocation: Allocation) -> str:
+    """What the cluster does with it that a person may want to know of."""
+    if allocation.seen is None or allocation.releasing or allocation.stray:
+        return ""
+    nodes = folded(allocation.seen.nodes)
+    if allocation.pending:
+        return f"{allocation.ask.count} more asked for ({allocation.seen.detail})"
+    return f"{nodes} suspended" if allocation.suspended else f"{nodes} preempted" if allocation.taken else ""
 
 
 def _node_trouble(node: Node) -> str:
     if node.excluded is not None:
-        return "excluded"
+        return "drained" if node.drained else "excluded"
     if node.seen is not None and node.seen.state in (NodeState.DOWN, NodeState.DRAINING):
         return node.seen.state.value
     return ""

@@ -34,6 +34,8 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
     recoveries = summary.get("recoveries") or []
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
+    if kept := summary.get("outage_tokens"):
+        facts.add_row("kept", f"{kept} tokens that rollouts generated while the trainer was away")
     facts.add_row("in", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
 

@@ -38,6 +38,8 @@ class Ask(Struct, frozen=True):
     comment: str = ""
     part: str = "pool"
     """of the job's parts (:class:`rrl.spec.jobview.Part`), the one that these nodes are for"""
+    again: bool = False
+    """nodes that we hold now may serve it, too, once they are free: an allocation of ours comes to its end"""
     more: tuple[Ask, ...] = ()
     """further components of the same heterogeneous job, each under a tag of its own; its first one is this ask"""
 
@@ -72,6 +74,10 @@ class NodeState(StrEnum):
 class AllocationState(StrEnum):
     PENDING = "pending"
     RUNNING = "running"
+    SUSPENDED = "suspended"
+    """its nodes are ours, and everything on them stands still until the cluster lets it go on"""
+    ENDING = "ending"
+    """it comes to its end, for a reason that is not known yet: nothing can be started in it any more"""
     ENDED = "ended"
 
 
@@ -90,6 +96,12 @@ class AllocationSeen(Struct, frozen=True):
     """pending reason, end state"""
     hopeless: str = ""
     """while it pends: the reason why it never starts by itself, in the cluster's word; empty while it may"""
+    left: float | None = None
+    """s until the cluster takes it back, as of this look; None: it does not say"""
+    taken: bool = False
+    """it takes it back before the time that was agreed, or has: it is preempted; or its time was over"""
+    cancelled: bool = False
+    """it ended because somebody cancelled it"""
 
 
 class Observed(Struct, frozen=True):

@@ -38,6 +38,7 @@ from rrl.manager.cluster import slurm_text as text
 from rrl.manager.cluster.slurm_ask import request_options
 from rrl.manager.cluster.slurm_commands import MANAGER, Budget, Ended, SlurmLimits
 from rrl.manager.cluster.slurm_harm import harm
+from rrl.manager.cluster.slurm_nodes import SlurmNodes
 from rrl.manager.cluster.slurm_srun import Sruns
 from rrl.slurm_templates.render import allocation_script
 from rrl.spec.faults import Fault
@@ -46,6 +47,11 @@ from rrl.spec.words import NodeName
 STOP_MARGIN = 2.0
 """s beyond the grace: a step that was told to stop kills its own group at the end of it and writes its exit record"""
 _WAITED = re.compile(r"Pending job allocation (\d+)")
+_TOO_FEW = "Requested node configuration is not available"
+"""what Slurm says where all nodes that there are, but for the excluded ones, are too few"""
+COMPLETING = "COMPLETING"
+TAKEN_BACK = ("PREEMPTED", "TIMEOUT", "DEADLINE")
+"""states in which a job ends by no fault of what ran in it"""
 _NOT_NOW = "Unable to allocate resources: "
 """what salloc says of a job that could not start at once; sbatch then says whether it ever can"""
 
@@ -72,6 +78,9 @@ class SlurmCluster:
         """we were told to give back the allocation that we run in: it ends with us"""
         self._budget = Budget(limits.reads_per_minute)
         self._sruns = Sruns(python, limits, prefix)
+        self._nodes = SlurmNodes(lambda argv: self._read(argv, unless="not found"), self._changed)
+        self._hurt = ""
+        """what a shrunk allocation cost: none is shrunk again"""
         self._jobs: dict[str, list[text.Job]] = {}
         """by tag, as last read"""
         self._tried: set[str] = set()
@@ -92,7 +101,15 @@ class SlurmCluster:
         job."""
         if ask.tag == self._within:
             return
-        ask = self._beside(ask)
+        try:
+            await self._request(self._beside(ask))
+        except Refused as error:
+            if not ask.again or _TOO_FEW not in str(error):
+                raise
+            alone = {**ask.sbatch, "exclusive": ""}  # Slurm itself keeps it from our nodes until they are free
+            await self._request(msgspec.structs.replace(ask, sbatch=alone))
+
+    async def _request(self, ask: Ask) -> None:
         try:
             components = [request_options(one) for one in (ask, *ask.more)]
         except ValueError as error:
@@ -106,8 +123,8 @@ class SlurmCluster:
     def _beside(self, ask: Ask) -> Ask:
         """Not on nodes that we hold already: a node is in one allocation of ours, or its agents, roles and what becomes
         of it could not be told apart. Slurm itself would put two small jobs on one node."""
-        running = [job for jobs in self._jobs.values() for job in jobs if job.state is AllocationState.RUNNING]
-        held = {node for job in running for node in job.nodes}
+        ours = (AllocationState.RUNNING, AllocationState.SUSPENDED)
+        held = {node for jobs in self._jobs.values() for job in jobs if job.state in ours for node in job.nodes}
         more = tuple(self._beside(one) for one in ask.more)
         return msgspec.structs.replace(ask, exclude=tuple(sorted(held.union(ask.exclude))), more=more)
 
@@ -136,7 +153,7 @@ class SlurmCluster:
         if alive:
             await self._cancel(*{job.leader if job.leader and self._pends(job) else job.id for job in alive})
         for job in self._jobs.get(tag, []):
-            self._once_ours.difference_update(job.nodes)
+            self._once_ours.difference_update(set(job.nodes) - self._nodes.drained)
 
     def _ended_with(self, jobs: Sequence[text.Job]) -> list[str]:
         """Tags of living allocations that would end if these jobs were cancelled."""
@@ -216,16 +233,33 @@ class SlurmCluster:
                 return True
         return False
 
-    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── single nodes ────────────────────────────────────────────────────────────────────────────────────────────────
     async def drain(self, node: NodeName, reason: str) -> None:
-        raise Refused("not yet built")
+        await self._nodes.drain(node, reason)
+        self._once_ours.add(node)
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        raise Refused("not yet built")
+        await self._nodes.undrain(node, reason)
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        raise Refused("not yet built")
+        """Refused, too, once somebody else's steps were gone after it, in whatever job."""
+        await self._read_jobs()
+        job = await self._running_job(tag)
+        if not set(nodes) & set(job.nodes):
+            return
+        if self._hurt:
+            raise Refused(self._hurt)
+        before = await self._read_steps()
+        await self._nodes.shrink(job, nodes)
+        await self._read_jobs()
+        if set(nodes) & set((after := await self._running_job(tag)).nodes):
+            raise Unanswered(f"{tag} still has {', '.join(after.nodes)}")
+        still = {step.name for step in await self._read_steps()}
+        gone = [step.name for step in before if set(step.nodes) & set(after.nodes) and step.name not in still]
+        if gone:
+            self._hurt = f"{', '.join(gone)} ended when {tag} was shrunk"
 
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def harm(self, fault: Fault) -> str:
         return await harm(fault)
 
@@ -290,11 +324,18 @@ class SlurmCluster:
 
     def _allocation(self, jobs: list[text.Job]) -> AllocationSeen:
         """What a tag has: the job that is alive; should a lost answer have made two, the second is named."""
-        order = (AllocationState.RUNNING, AllocationState.PENDING, AllocationState.ENDED)
+        order = (
+            AllocationState.RUNNING, AllocationState.SUSPENDED, AllocationState.PENDING, AllocationState.ENDED
+        )  # fmt: skip
         first, *others = sorted(jobs, key=lambda job: (order.index(job.state), int(job.id)))
         alive = [job.id for job in others if job.state is not AllocationState.ENDED]
         detail = first.detail + (f"; also job {', '.join(alive)}" if alive else "")
-        return AllocationSeen(first.state, first.id, first.nodes, detail, first.hopeless)
+        state, ended = first.state, first.state is AllocationState.ENDED
+        if first.detail.startswith(COMPLETING):  # why it ended is told only when all of it has
+            state = AllocationState.ENDING
+        taken = first.taken or (ended and first.detail.startswith(TAKEN_BACK))
+        cancelled = ended and first.detail.startswith("CANCELLED")
+        return AllocationSeen(state, first.id, first.nodes, detail, first.hopeless, first.left, taken, cancelled)
 
     async def _read_jobs(self, budgeted: bool = False) -> None:
         ended = await self._read(("squeue", "--me", "-h", "-t", "all", "-o", text.JOBS_FORMAT), budgeted)
@@ -345,9 +386,12 @@ class SlurmCluster:
             raise commands.failure(argv[0], ended)
         return ended
 
-    async def _write(self, argv: tuple[str, ...], given: str = "") -> None:
+    async def _changed(self, argv: tuple[str, ...], given: str = "") -> Ended:
         self._changes += 1
-        ended = await commands.execute(argv, self._limits.write, given)
+        return await commands.execute(argv, self._limits.write, given)
+
+    async def _write(self, argv: tuple[str, ...], given: str = "") -> None:
+        ended = await self._changed(argv, given)
         if ended.code:
             raise commands.failure(argv[0], ended)
 

@@ -118,7 +118,7 @@ class Budget:
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """``given`` without what a surrounding Slurm job or a user's habits would tell Slurm's commands."""
     kept = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
-    return kept | {"LC_ALL": "C"}
+    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
 
 
 def failure(command: str, ended: Ended) -> Refused | Unanswered:

@@ -14,16 +14,19 @@ from msgspec import Struct
 
 from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
 from rrl.manager.cluster.slurm_commands import MANAGER
+from rrl.spec.units import seconds
 from rrl.spec.words import NodeName
 
 _RS, _US = "\x1e", "\x1f"
-JOBS_FORMAT = _RS + _US.join(("%A", "%i", "%T", "%N", "%j", "%r", "%k"))
-"""for ``squeue -h -o``: id, id as shown (``12+1``: component 1 of 12), state, nodes, name, reason, comment"""
+JOBS_FORMAT = _RS + _US.join(("%A", "%i", "%T", "%N", "%j", "%r", "%L", "%l", "%S", "%e", "%k"))
+"""for ``squeue -h -o``: id, id as shown (``12+1``: component 1 of 12), state, nodes, name, reason, what is left of the
+time limit, that limit, start, expected end (both in s since 1970 by SLURM_TIME_FORMAT), comment"""
 STEPS_FORMAT = _RS + _US.join(("%i", "%N", "%j"))
 """for ``squeue -h -s -o``: id, nodes, name"""
 
 _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-_RUNNING = {"RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
+_RUNNING = {"RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT"}
+_SUSPENDED = {"STOPPED", "SUSPENDED"}
 _ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
     "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
@@ -40,7 +43,7 @@ _UNKNOWN = {"NOT_RESPONDING", "NO_RESPOND", "UNKNOWN", "FUTURE", "POWERING_UP", 
 _NEVER_CLEARS = re.compile(
     "|".join((
         "AccountNotAllowed", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
-        "JobHeldAdmin", "JobHeldUser", "JobHoldMaxRequeue", "MaxMemPerLimit", "PartitionNodeLimit",
+        "JobHoldMaxRequeue", "MaxMemPerLimit", "PartitionNodeLimit",
         "PartitionTimeLimit", "QOSNotAllowed", "ReservationDeleted", "launch failed requeued held",
         r"(Assoc|QOS)Max\w*Per(Job|Node)\w*",  # the job itself is larger than it may be
         r"QOSMin\w+",  # or smaller
@@ -51,7 +54,20 @@ _NEVER_CLEARS = re.compile(
 """Reasons for which a job pends until somebody changes the job, an association or a QOS (squeue(1), JOB REASON CODES;
 the names are those in libslurm 22.05.8). All others may clear: Resources and Priority, limits on what runs at a time
 (AssocGrpJobsLimit, QOSMaxJobsPerUserLimit, AssocGrpCpuLimit ...), since somebody's job may end, nodes that are down or
-drained (ReqNodeNotAvail; measured: PartitionNodeLimit is not said of those), partitions that are down or inactive."""
+drained (ReqNodeNotAvail; measured: PartitionNodeLimit is not said of those), partitions that are down or inactive. A
+job that is held has somebody who means to let it go."""
+_HELD = {
+    "JobHeldAdmin": "held by an administrator (scontrol release)",
+    "JobHeldUser": "held by its user (scontrol release)",
+}
+TAKEN_EARLY = 5.0
+"""s before the end of its time limit that a job's expected end tells of preemption; without it they differ by none
+(measured on 22.05)"""
+
+
+_REASON = re.compile(r" Reason=(.+?)(?: \[(\S+@\S+)\]| [A-Z]\w+=|$)")
+_KEPT_BACK = {"MAINT", "PLANNED_MAINT", "RESERVED"}
+"""flags by which somebody has other plans with a node that is up"""
 
 
 class Unreadable(Exception):
@@ -68,6 +84,10 @@ class Job(Struct, frozen=True):
     comment: str
     hopeless: str = ""
     """the reason why it pends and never starts by itself"""
+    left: float | None = None
+    """s until Slurm takes it back: by its time limit, or sooner if it is preempted"""
+    taken: bool = False
+    """it is preempted, and has GraceTime left"""
     leader: str = ""
     """of a component: the id of the heterogeneous job, which is that of its first component"""
     offset: int = 0
@@ -90,18 +110,60 @@ class StepLine(Struct, frozen=True):
         return self.id.partition(".")[0]
 
 
+class NodeMark(Struct, frozen=True):
+    """What people and slurmctld have laid down about a node."""
+
+    state: str
+    """with its flags, as Slurm writes it"""
+    reason: str
+    by: str
+    """who gave the reason, and when"""
+
+    @property
+    def flags(self) -> set[str]:
+        return _words(self.state)
+
+    @property
+    def draining(self) -> bool:
+        return bool(self.flags & {"DRAIN", "DRAINED", "DRAINING"})
+
+    @property
+    def taken(self) -> bool:
+        """It is drained, down, reserved or about to be rebooted, by somebody. (That it does not respond is nobody's
+        doing.)"""
+        return bool(self.flags & (_DOWN | _DRAINING | _KEPT_BACK))
+
+    @property
+    def told(self) -> str:
+        given = f" ({self.by})" if self.by else ""
+        return f"{self.state}: {self.reason}{given}" if self.reason else self.state
+
+
 def read_jobs(text: str) -> list[Job]:
     """From ``squeue -h -t all -o`` :data:`JOBS_FORMAT`. ``detail``: Slurm's state, and the reason if it gives one."""
     jobs = []
-    for number, shown, word, nodes, name, reason, comment in records(text, 7):
+    for number, shown, word, nodes, name, reason, time_left, limit, start, end, comment in records(text, 11):
         state = _allocation_state(word)
-        detail = word if reason in ("None", "") else f"{word}: {reason}"
+        detail = word if reason in ("None", "") else f"{word}: {_HELD.get(reason, reason)}"
         comment = "" if comment == "(null)" else comment
         never = reason if state is AllocationState.PENDING and never_clears(reason) else ""
         leader, plus, offset = shown.partition("+")
         component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
-        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, *component))
+        left, taken = _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
+        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, left, taken, *component))
     return jobs
+
+
+def _time_left(left: str, limit: str, start: str, end: str) -> tuple[float | None, bool]:
+    """How long a running job goes on, and whether it is preempted. ``left`` counts down to the time limit whatever
+    happens; at preemption only the expected end moves to now + GraceTime, and at the end of a suspension it moves on
+    (both measured on 22.05). Durations only: no clock but Slurm's own is read."""
+    try:
+        by_limit = float(seconds(left))
+        early = float(start) + float(seconds(limit)) - float(end)
+    except ValueError:  # UNLIMITED, NOT_SET, INVALID, or times that are not told in seconds
+        return None, False
+    return max(0.0, by_limit - max(0.0, early)), early > TAKEN_EARLY
 
 
 def never_clears(reason: str) -> bool:
@@ -139,10 +201,19 @@ def read_nodes(text: str) -> dict[NodeName, NodeSeen]:
         name, state = re.match(r"NodeName=(\S+) ", line), re.search(r" State=(\S+)", line)
         if name is None or state is None:
             raise Unreadable(f"no node in {line[:80]!r}")
-        reason = re.search(r" Reason=(.+?)(?: \[\S+@\S+\]| [A-Z]\w+=|$)", line)
+        reason = _REASON.search(line)
         detail = f"{state[1]}: {reason[1]}" if reason else state[1]
         nodes[NodeName(name[1])] = NodeSeen(node_state(state[1]), detail)
     return nodes
+
+
+def read_mark(text: str) -> NodeMark:
+    """From ``scontrol show node -o`` of one node."""
+    state = re.search(r" State=(\S+)", text)
+    if state is None:
+        raise Unreadable(f"no node in {text.strip()[:80]!r}")
+    reason = _REASON.search(text.strip())
+    return NodeMark(state[1], reason[1] if reason else "", reason[2] or "" if reason else "")
 
 
 def node_state(text: str) -> NodeState:
@@ -150,15 +221,20 @@ def node_state(text: str) -> NodeState:
 
     A node that only does not respond (yet) is UNKNOWN: Slurm itself waits for SlurmdTimeout before it says DOWN.
     """
+    words = _words(text)
+    for state, those in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
+        if words & those:
+            return state
+    return NodeState.UP if words & _UP else NodeState.UNKNOWN
+
+
+def _words(text: str) -> set[str]:
     words = {word.rstrip("*~#!%$@^-+").upper() for word in text.split("+")}
     if "*" in text:
         words.add("NOT_RESPONDING")
     if "~" in text:
         words.add("POWERED_DOWN")
-    for state, those in ((NodeState.DOWN, _DOWN), (NodeState.DRAINING, _DRAINING), (NodeState.UNKNOWN, _UNKNOWN)):
-        if words & those:
-            return state
-    return NodeState.UP if words & _UP else NodeState.UNKNOWN
+    return words
 
 
 def inactive_limit(text: str) -> int:
@@ -170,7 +246,8 @@ def inactive_limit(text: str) -> int:
 
 def _allocation_state(word: str) -> AllocationState:
     for state, words in (
-        (AllocationState.PENDING, _PENDING), (AllocationState.RUNNING, _RUNNING), (AllocationState.ENDED, _ENDED)
+        (AllocationState.PENDING, _PENDING), (AllocationState.RUNNING, _RUNNING),
+        (AllocationState.SUSPENDED, _SUSPENDED), (AllocationState.ENDED, _ENDED),
     ):  # fmt: skip
         if word in words:
             return state

@@ -12,10 +12,13 @@ from rrl.manager.actions import Action, Decision
 from rrl.manager.planner.brakes import brake
 from rrl.manager.planner.drills import drill
 from rrl.manager.planner.ending import finish
+from rrl.manager.planner.evicted import evict
+from rrl.manager.planner.nodes import mark, renew
 from rrl.manager.planner.placement import assign, place
 from rrl.manager.planner.recovery import recover
 from rrl.manager.planner.rooms import Rooms
 from rrl.manager.planner.rotation import rotate
+from rrl.manager.planner.standbys import stand_by
 from rrl.manager.planner.supply import supply
 from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import State
@@ -37,9 +40,14 @@ def plan(state: State, now: float) -> Plan:
     if state.verdict is not None or ended:
         return Plan(tuple(ended), ending_wake, over)
     rooms = Rooms(state, now)
+    if evicted := evict(state, rooms, now):
+        return Plan(tuple(evicted), now)
     decisions, brake_wake = brake(state, recover(state, rooms, now), now)
     if decisions:
         return Plan(tuple(decisions), now)
+    renewed, renew_wake = renew(state, now)
+    if renewed:
+        return Plan(tuple(renewed), now)
     assigned = assign(state, rooms, now)
     moves, move_wake = rotate(state, assigned, now)
     if moves:
@@ -48,6 +56,7 @@ def plan(state: State, now: float) -> Plan:
     if any(isinstance(action, Decision) for action in wanted):
         return Plan(tuple(wanted), now)
     placed, place_wake = place(state, rooms, assigned, now)
+    shadows, shadow_wake = stand_by(state, rooms, assigned, now)
     drills, drill_wake = drill(state, now)
-    wake = min(ending_wake, brake_wake, move_wake, supply_wake, place_wake, drill_wake)
-    return Plan((*wanted, *placed, *drills), wake)
+    wake = min(ending_wake, brake_wake, renew_wake, move_wake, supply_wake, place_wake, shadow_wake, drill_wake)
+    return Plan((*wanted, *placed, *shadows, *mark(state), *drills), wake)

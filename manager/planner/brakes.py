@@ -15,7 +15,8 @@ def brake(state: State, decisions: list[Decision], now: float) -> tuple[list[Dec
     """The decisions that may go ahead now, and when (s, manager's time) one that may not is to be looked at again."""
     recovery = state.job.recovery
     allowed = max(1, int(recovery.breaker * len(state.nodes)))
-    ends = sorted(node.excluded_at + recovery.window for node in state.nodes.values() if node.excluded is not None)
+    found = (node for node in state.nodes.values() if node.excluded is not None and not node.asked_by)
+    ends = sorted(node.excluded_at + recovery.window for node in found)
     recent = [end for end in ends if end > now]
     condemned = len(recent)
     passed: list[Decision] = []

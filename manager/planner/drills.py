@@ -13,7 +13,7 @@ from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import Replica, State, Status
 from rrl.spec.faults import MANAGER, TRAITS, At, Fault, Hits
 from rrl.spec.phases import PHASES
-from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, replica_id
+from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, replica_id
 
 
 class _Hit(Struct, frozen=True):
@@ -74,7 +74,7 @@ def _ready(state: State, replica: Replica, at: At) -> bool:
         return False
     if at.phase is not None:
         return replica.phase == at.phase
-    if at == At() or replica.role == AGENT or state.job.role(replica.role).kind == "command":
+    if at == At() or replica.role in (AGENT, SHADOW) or state.job.role(replica.role).kind == "command":
         return True
     declared = PHASES.get(replica.phase)  # of a phase of its own nobody knows what it is worth
     return declared.useful if declared is not None else bool(replica.phase)

@@ -11,7 +11,7 @@ from rrl.manager.actions import Finish, Rung, Why
 from rrl.manager.planner.rooms import Rooms, never_started
 from rrl.manager.state import Replica, State, Status, finding_about, workers
 from rrl.spec.launch import NOT_STARTED
-from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, replica_id
+from rrl.spec.words import AGENT, SHADOW, NodeName, Outcome, ReplicaId, gang_of, replica_id
 
 PROVED = 2
 """Tries after which a command that cannot be started is proved not to be there: on so many nodes, or on the only one
@@ -47,7 +47,7 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...]) -> t
     reason, or it may yet join. ``evidence``: of its newest failure."""
     failing = replica.believed and finding_about(state, replica.life) is not None
     failed = replica.unstarted + failing
-    if replica.role == AGENT or replica.ever_joined or failed < state.job.recovery.first_start:
+    if replica.role in (AGENT, SHADOW) or replica.ever_joined or failed < state.job.recovery.first_start:
         return ()
     if evidence and evidence[0].startswith("never_joined"):
         within = f"within {state.job.limits.join:g} s"
@@ -92,9 +92,11 @@ def rejected(why: tuple[str, ...]) -> Finish:
 
 def all_given_up(state: State, replica: Replica, spared: set[ReplicaId]) -> bool:
     """No replica of its role has ever joined, and none but this one is still tried. ``spared``: given up just now."""
-    others = [other for other in workers(state) if other.role == replica.role and other.id != replica.id]
-    tried = [other for other in others if other.status is not Status.RETIRED and other.id not in spared]
-    return not tried and not any(other.ever_joined for other in others)
+    without = {gang_of(replica.id), *spared}
+    others = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) not in without]
+    given_up = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) in spared]
+    tried = [other for other in others if other.status is not Status.RETIRED]
+    return not tried and not any(other.ever_joined for other in (*others, *given_up))
 
 
 def _tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:

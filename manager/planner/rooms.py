@@ -5,18 +5,18 @@ Deterministic: roles in the order of the job spec, nodes in natural order, so th
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from rrl.manager.cluster import NodeState
+from rrl.manager.fold_marks import DRAIN
 from rrl.manager.planner.terms import NEVER, succeeded_from
-from rrl.manager.state import Node, Replica, State, Status, workers
-from rrl.spec.words import AGENT, NodeName, ReplicaId, replica_id, role_of
-
-Taken = dict[NodeName, list[Replica]]
+from rrl.manager.planner.warm import Taken, natural, patient, ready_shadows, spareable, take
+from rrl.manager.state import Node, Replica, State, Status, gang, gangs, workers
+from rrl.spec.jobview import RoleView
+from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, replica_id, role_of
 
 
 class Spot(Struct, frozen=True):
@@ -25,7 +25,7 @@ class Spot(Struct, frozen=True):
     node: NodeName
     allocation: str
     ageing: bool
-    """its allocation is to be succeeded: who is placed here is soon moved"""
+    """its allocation is to be succeeded, or a person wants it drained: who is here is moved"""
 
 
 class Rooms:
@@ -35,24 +35,34 @@ class Rooms:
     def __init__(self, state: State, now: float) -> None:
         self._state, self._now = state, now
         terms = {allocation.tag: succeeded_from(state, allocation) for allocation in state.allocations.values()}
-        self.ages = min((at for at in terms.values() if at > now), default=NEVER)
-        """when (s, manager's time) the next allocation is to be succeeded"""
-        pairs = [(node, node.allocation) for node in state.nodes.values() if _usable(state, node)]
-        pairs.sort(key=lambda pair: _natural(pair[0].name))
-        self.usable = [Spot(node.name, tag, terms[tag] <= now) for node, tag in pairs]
+        ends = (allocation.ends for allocation in state.allocations.values())
+        self.ages = min((at for at in (*terms.values(), *ends) if at > now), default=NEVER)
+        """when (s, manager's time) the next allocation is to be succeeded, or ends"""
+        pairs = [(node, node.allocation) for node in state.nodes.values() if _usable(state, node, now)]
+        pairs.sort(key=lambda pair: natural(pair[0].name))
+        self.leaving = {name for name, (command, _) in state.marks.items() if command == DRAIN and name in state.nodes}
+        """nodes that a person wants drained: nobody new goes there"""
+        self.usable = [Spot(node.name, tag, terms[tag] <= now or node.name in self.leaving) for node, tag in pairs]
         self._spots: dict[str, list[Spot]] = {part.name: [] for part in state.job.parts}
         self._unproven: Counter[str] = Counter()
         for spot in sorted(self.usable, key=lambda spot: spot.ageing):  # stable: natural order among equals
-            part, probe = state.allocations[spot.allocation].ask.part, state.nodes[spot.node].probe
-            if probe == "" or (probe is None and not state.job.env.probe):
+            part, node = state.allocations[spot.allocation].ask.part, state.nodes[spot.node]
+            probe, asked = node.probe, bool(state.job.env.probe or node.exclusions)
+            if spot.node in self.leaving:
+                continue
+            if probe == "" or (probe is None and not asked):
                 self._spots[part].append(spot)
             elif probe is None and _may_yet_say(state, spot.node):
                 self._unproven[part] += 1
+        self.gangs = gangs(state)
+        self._good = {spot.node for spot in self.usable}
+        self._where = {spot.node: (part, spot) for part, spots in self._spots.items() for spot in spots}
         self._part = {role: part for part in state.job.parts for role in part.roles}
+        self._ready = ready_shadows(state, self._good)
         self.failing = {node for one in workers(state) if one.failures for node in self._spent(one, refused=False)}
         self._ending: dict[NodeName, set[ReplicaId]] = {}
         for lingering in state.lingering.values():
-            if role_of(lingering.life.replica) != AGENT:
+            if role_of(lingering.life.replica) not in (AGENT, SHADOW):
                 self._ending.setdefault(lingering.node, set()).add(lingering.life.replica)
         self.begun = _begun(state, {part: len(spots) for part, spots in self._spots.items()})
 
@@ -60,13 +70,17 @@ class Rooms:
         """Nodes of a part that may get roles."""
         return self._spots[part]
 
+    def spot(self, node: NodeName) -> Spot | None:
+        """The node, if it may get roles."""
+        return self._where[node][1] if node in self._where else None
+
     def coming(self, part: str) -> int:
         """Nodes of a part that are still expected of the queue, or have yet to show that they are fit."""
         allocations = self._state.allocations.values()
         return sum(a.ask.count for a in allocations if a.pending and a.ask.part == part) + self._unproven[part]
 
     def good(self, node: NodeName | None) -> bool:
-        return any(spot.node == node for spot in self.usable)
+        return node in self._good
 
     def clear(self, node: NodeName) -> bool:
         """Nothing of a role is still ending there, or nobody waits for it any more."""
@@ -74,35 +88,47 @@ class Rooms:
         return node not in self._ending or known is None or known.excluded is not None
 
     def occupants(self) -> Taken:
-        """Who takes room on each node; a replica that is to restart in place, or to move, keeps its room."""
+        """Who takes room on each node; a replica that is to restart in place, or to move, keeps its room. Where more of
+        a gang are to go to one node than may share it, the first have it."""
         taken: Taken = {}
+        ended = {gang_of(one.id) for one in workers(self._state) if one.status is Status.RETIRED}
         for replica in workers(self._state):
-            where = replica.node if replica.believed else replica.prefer if replica.status is Status.WANTED else None
-            if where is not None:
-                taken.setdefault(where, []).append(replica)
+            if replica.believed:
+                if replica.node is not None:
+                    taken.setdefault(replica.node, []).append(replica)
+            elif replica.status is Status.WANTED and replica.prefer is not None and gang_of(replica.id) not in ended:
+                there = taken.setdefault(replica.prefer, [])
+                whole = gang_of(replica.id)
+                if sum(gang_of(one.id) == whole for one in there) < self._state.job.role(replica.role).per_node:
+                    there.append(replica)
         return taken
 
-    def vacant_for(self, replica: Replica) -> bool:
+    # ── where somebody can go ────────────────────────────────────────────────────────────────────────────────────────
+    # ``taken``: who takes room where, :meth:`occupants` if nothing else is said; whoever decides about several members
+    # at once adds each to it where it sends it, and takes out whom it drives away.
+    def vacant_for(self, replica: Replica, taken: Taken | None = None) -> bool:
         """A node other than its own could take this replica now."""
-        taken, spent = self.occupants(), self._spent(replica)
+        taken, spent = self.occupants() if taken is None else taken, self._spent(replica)
         return any(
             spot.node != replica.node and spot.node not in spent and self._fits(replica, spot.node, taken)
             for spot in self._spots[self._part[replica.role].name]
         )
 
     def home(self, replica: Replica, taken: Taken) -> Spot | None:
-        """Where it goes: its preferred node, else the first that fits and has not failed it too often; any that fits
-        where it is not the node."""
-        spots = self._spots[self._part[replica.role].name]
-        if replica.prefer is not None:
-            preferred = next((spot for spot in spots if spot.node == replica.prefer), None)
-            if preferred is not None and self._fits(replica, preferred.node, taken):
-                return preferred
+        """Where it goes: its preferred node, else where it is warm, else beside others of its gang, else the first that
+        fits and has not failed it too often; any that fits where it is not the node. Where it is preferred or warm a
+        gang waits for what is still ending: that is sooner over than it would start elsewhere."""
+        role, prefer = self._state.job.role(replica.role), replica.prefer
+        preferred = prefer is not None and self.carries(role, prefer)
+        if prefer is not None and preferred and self._fits(replica, prefer, taken, waits=patient(role)):
+            return self._where[prefer][1]
+        if role.warm and (warm := self.warm_spare_for(replica, taken)) is not None:
+            return warm
         spent = self._spent(replica)
-        alone = self._state.job.role(replica.role).exclusive
+        whole, alone = gang_of(replica.id), role.exclusive
         fallback: Spot | None = None
-        for spot in spots:
-            if alone and spot.node in taken:
+        for spot in self._beside(replica, role, taken):
+            if alone and spot.node in taken and (role.ranks == 1 or gang_of(taken[spot.node][0].id) != whole):
                 continue  # the quick half of _fits: thousands of replicas look at thousands of nodes
             if self._fits(replica, spot.node, taken):
                 if spot.node not in spent:
@@ -112,9 +138,114 @@ class Rooms:
 
     def successor(self, replica: Replica, taken: Taken) -> Spot | None:
         """Where it moves from an allocation that ends."""
-        fresh = [spot for spot in self._spots[self._part[replica.role].name] if not spot.ageing]
-        spent = self._spent(replica)
+        role, spent = self._state.job.role(replica.role), self._spent(replica)
+        fresh = (spot for spot in self._beside(replica, role, taken) if not spot.ageing)
         return next((s for s in fresh if s.node not in spent and self._fits(replica, s.node, taken)), None)
+
+    def _beside(self, replica: Replica, role: RoleView, taken: Taken) -> Sequence[Spot]:
+        """Spots where others of its gang are, then those of its part."""
+        spots = self._spots[self._part[role.name].name]
+        if role.ranks == 1 or role.per_node == 1:
+            return spots
+        whole = gang_of(replica.id)
+        theirs = [self._where[node][1] for node, there in taken.items()
+                  if self.carries(role, node) and any(gang_of(one.id) == whole for one in there)]  # fmt: skip
+        theirs.sort(key=lambda spot: natural(spot.node))
+        return [*theirs, *(spot for spot in spots if spot not in theirs)]
+
+    # ── who is warm ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def ready(self, node: NodeName | None) -> Sequence[Replica]:
+        """Shadows on this node that can become a member at once."""
+        return self._ready.get(node, ()) if node is not None else ()
+
+    def warm(self, node: NodeName | None) -> Life | None:
+        """The first of them."""
+        return next((shadow.life for shadow in self.ready(node)), None)
+
+    def warm_spare_for(self, member: Replica, taken: Taken | None = None) -> Spot | None:
+        """A node other than its own that could take this member now, and has a shadow that is ready for it."""
+        if not self._ready:
+            return None
+        role, spent = self._state.job.role(member.role), self._spent(member)
+        taken = self.occupants() if taken is None else taken
+        for spot in self._beside(member, role, taken):
+            if spot.node == member.node or spot.node in spent or not self._free_shadow(member, spot.node, taken):
+                continue
+            if self._fits(member, spot.node, taken, waits=True):
+                return spot
+        return None
+
+    def standby_for(self, member: Replica, taken: Taken | None = None) -> Replica | None:
+        """The rollout whose node this member could take, with a shadow there that is ready for it: of those that the
+        run can do without for a while, the last. Where one was driven away already for others of its gang and there is
+        room left, :meth:`warm_spare_for` says so."""
+        role, spent = self._state.job.role(member.role), self._spent(member)
+        if not role.standbys or not self._ready:
+            return None
+        taken = self.occupants() if taken is None else taken
+        for rollout in self.standbys(member, taken):
+            node = rollout.node
+            if node is not None and node not in spent and self._free_shadow(member, node, taken):
+                return rollout
+        return None
+
+    def standbys(self, member: Replica, taken: Taken) -> Iterator[Replica]:
+        """Rollouts on whose nodes this member would fit in their stead, the last first."""
+        role = self._state.job.role(member.role)
+        for rollout in reversed(spareable(self._state, taken)):
+            node = rollout.node
+            if node is None or node == member.node or not self.carries(role, node):
+                continue
+            without = {node: [one for one in taken[node] if one.id != rollout.id]}
+            if self._fits(member, node, without, waits=True):
+                yield rollout
+
+    def in_the_way(self, member: Replica) -> Sequence[Replica]:
+        """Rollouts that still work where this member is wanted, and leave it no room: they were to be driven away. Or
+        one on whose node it would be warm, while it has no node, or only a cold one that was not meant for it: of two
+        nodes that are lost at once, the second one's."""
+        role = self._state.job.role(member.role)
+        if not role.standbys or not self._ready:
+            return ()
+        taken = self.occupants()
+        for one in gang(self._state, member.id):
+            if one.status is not Status.WANTED:
+                continue
+            if one.id == member.id:
+                return self._driven_away(one, role, taken)
+            if (home := self.home(one, taken)) is not None:
+                take(taken, home.node, one)
+        return ()
+
+    def _driven_away(self, member: Replica, role: RoleView, taken: Taken) -> Sequence[Replica]:
+        node = member.prefer
+        if node is not None and self.ready(node) and self.carries(role, node):
+            if self._fits(member, node, taken, waits=True):
+                return ()
+            rollouts = {one.name for one in self._state.job.kind("rollout")}
+            return [one for one in taken[node] if one.believed and one.role in rollouts]
+        home = self.home(member, taken)
+        if home is not None and (home.node == node or self._free_shadow(member, home.node, taken)):
+            return ()
+        standby = self.standby_for(member, taken)
+        return () if standby is None else (standby,)
+
+    def _free_shadow(self, member: Replica, node: NodeName, taken: Taken) -> bool:
+        """One more than those that others of its gang on this node need."""
+        whole = gang_of(member.id)
+        others = sum(gang_of(one.id) == whole and one.id != member.id for one in taken.get(node, ()))
+        return len(self.ready(node)) > others
+
+    def carries(self, role: RoleView, node: NodeName) -> bool:
+        """The node is for this role, or of a shape that could carry its members too, where shadows may stand by."""
+        if node not in self._where:
+            return False
+        part = self._state.job.part(self._where[node][0])
+        if role.name in part.roles:
+            return True
+        each = role.on_node
+        large = part.node.cpus >= each.cpus and part.node.gpus >= each.gpus and part.node.mem >= each.mem
+        return role.warm and large
 
     def would_help(self, replica: Replica) -> bool:
         """A node more for this replica: not where it fails as often on two, nor where so many nodes fail somebody at
@@ -134,20 +265,23 @@ class Rooms:
         often = min(recovery.per_node, recovery.first_start - 1) if last else recovery.per_node
         return {node for node in nodes if nodes.count(node) >= max(1, often)}
 
-    def _fits(self, replica: Replica, node: NodeName, taken: Taken) -> bool:
-        job, there = self._state.job, taken.get(node, [])
-        others = [other for other in there if other.id != replica.id]
-        role = job.role(replica.role)
-        if role.exclusive and others:
+    def _fits(self, replica: Replica, node: NodeName, taken: Taken, waits: bool = False) -> bool:
+        """``waits``: for what is still ending there; else its room is not free before."""
+        job = self._state.job
+        others = [other for other in taken.get(node, ()) if other.id != replica.id]
+        role, whole = job.role(replica.role), gang_of(replica.id)
+        strangers = [other for other in others if gang_of(other.id) != whole]
+        if len(others) - len(strangers) >= role.per_node or (role.exclusive and strangers):
             return False
-        if self._ending.get(node, set()) - {replica.id}:
-            return False  # its room is not free before what is there has ended
+        back = {other.id for other in others}  # whose own room it is that they still leave
+        if not waits and any(gang_of(one) != whole and one not in back for one in self._ending.get(node, ())):
+            return False
         if role.exclusive:
             return True
-        if any(job.role(other.role).exclusive for other in others):
+        if any(job.role(other.role).exclusive for other in strangers):
             return False
         each = [job.role(other.role).each for other in others] + [role.each]
-        room = self._part[replica.role].node
+        room = job.part(self._where[node][0]).node if node in self._where else self._part[replica.role].node
         return (
             sum(e.cpus for e in each) <= room.cpus
             and sum(e.gpus for e in each) <= room.gpus
@@ -165,20 +299,18 @@ def _may_yet_say(state: State, node: NodeName) -> bool:
     return state.replica(replica_id(AGENT, node)).status is not Status.RETIRED and not never_started(state, node)
 
 
-def _usable(state: State, node: Node) -> bool:
+def _usable(state: State, node: Node, now: float) -> bool:
     allocation = state.allocations.get(node.allocation)
     fit = node.seen is None or node.seen.state in (NodeState.UP, NodeState.UNKNOWN)
-    return node.excluded is None and fit and allocation is not None and allocation.running
+    if allocation is None or not allocation.running or allocation.suspended or allocation.taken:
+        return False
+    if now >= allocation.ends:  # it may be some time before the cluster takes it back
+        return False
+    return node.excluded is None and fit
 
 
 def _begun(state: State, ready: dict[str, int]) -> bool:
     """Where each node is a request of its own nothing is launched before there is all that the run needs."""
-    if state.job.form != "replica" or any(replica.incarnation for replica in workers(state)):
+    if state.job.form != "replica" or state.launched:
         return True
     return all(ready[part.name] >= part.needed for part in state.job.parts)
-
-
-@lru_cache(maxsize=65536)
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key: n2 before n10."""
-    return tuple((int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name))

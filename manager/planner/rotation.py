@@ -1,37 +1,56 @@
-"""Allocations that end before the run does: who is on them moves to successors, one replica of a role at a time."""
+"""Allocations that end before the run does, and nodes that people want drained: who is on them moves to successors, one
+replica of a role at a time."""
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from rrl.manager.actions import Decision, Fence, Release, Rung, Why
-from rrl.manager.planner.placement import Assignment
+from rrl.manager.planner.nodes import to_be_drained
+from rrl.manager.planner.placement import Assignment, nodes_for
 from rrl.manager.planner.rooms import Rooms
 from rrl.manager.planner.terms import NEVER, pressing_from, succeeded_from
-from rrl.manager.state import Allocation, Replica, State, Status, workers
+from rrl.manager.state import Allocation, Replica, State, Status, missing, workers
 from rrl.spec.jobview import Part
-from rrl.spec.words import NodeName
+from rrl.spec.words import NodeName, ReplicaId, gang_of, role_of
 
 _ON_ITS_WAY = (Status.WANTED, Status.LAUNCHING, Status.STARTING)
 
 
 def rotate(state: State, assigned: Assignment, now: float) -> tuple[list[Decision], float]:
-    """Who moves now, and the next wake. A replica waits while another of its role is not at work."""
+    """Who moves now, and the next wake. A replica waits while another of its role is not at work; of a gang all whose
+    nodes end move at once, since each would restart the others."""
     decisions: list[Decision] = []
     moving: set[str] = set()
     wake = NEVER
-    for id, home in assigned.moves.items():
-        replica = state.replica(id)
-        if replica.role in moving:
+    for gang, members in groupby(assigned.moves, gang_of):
+        role = role_of(gang)
+        if role in moving:
             continue
-        allocation = state.allocations[state.nodes[replica.node or NodeName("")].allocation]
-        pressing = pressing_from(state, allocation)
-        if any(_awaited(state, other, now >= pressing, now) for other in workers(state) if other.role == replica.role):
+        going = list(members)
+        allocations = [state.allocations[_allocation(state, id)] for id in going]
+        pressing = min(pressing_from(state, allocation) for allocation in allocations)
+        if any(_awaited(state, other, now >= pressing, now) for other in workers(state) if other.role == role):
             wake = min(wake, pressing if now < pressing else NEVER)
             continue
-        moving.add(replica.role)
-        left = f"its allocation {allocation.tag} ends in {allocation.ends - now:.0f} s"
-        why = Why((left,), Rung.REPLACEMENT, f"joins again on {home.node}", now + state.job.limits.join)
-        decisions.append(Fence(replica.life, Rung.REPLACEMENT, why, to=home.node, charged=False))
+        moving.add(role)
+        for id, allocation in zip(going, allocations, strict=True):
+            home, within = assigned.moves[id].node, now + state.job.limits.join
+            evidence = (_leaves(state, id, allocation, now),)
+            why = Why(evidence, Rung.REPLACEMENT, f"joins again on {home}", within)
+            decisions.append(Fence(state.replica(id).life, Rung.REPLACEMENT, why, to=home, charged=False))
     return decisions, wake
+
+
+def _leaves(state: State, id: ReplicaId, allocation: Allocation, now: float) -> str:
+    node = state.replica(id).node or NodeName("")
+    if node in state.marks:
+        return f"{node} is to be drained, asked by {state.marks[node][1]}"
+    return f"its allocation {allocation.tag} ends in {allocation.ends - now:.0f} s"
+
+
+def _allocation(state: State, id: ReplicaId) -> str:
+    return state.nodes[state.replica(id).node or NodeName("")].allocation
 
 
 def _awaited(state: State, replica: Replica, pressing: bool, now: float) -> bool:
@@ -46,7 +65,8 @@ def idle(state: State, rooms: Rooms, assigned: Assignment, now: float) -> tuple[
     releases: list[Release] = []
     wake = NEVER
     occupied = {node for node, there in rooms.occupants().items() if there}
-    occupied |= {spot.node for spots in (assigned.homes, assigned.moves, assigned.again) for spot in spots.values()}
+    given = (assigned.homes, assigned.moves, assigned.again, assigned.kept)
+    occupied |= {spot.node for spots in given for spot in spots.values()}
     for part in state.job.parts:
         empty = [a for a in state.allocations.values() if a.ask.part == part.name and _empty(rooms, a, occupied)]
         for allocation, reason in _superfluous(state, rooms, part, empty, assigned, now):
@@ -72,20 +92,31 @@ def _superfluous(
     for one in (one for one in empty if one.running):
         if succeeded_from(state, one) <= now:
             found.append((one, f"it ends in {one.ends - now:.0f} s, and nobody is left on it"))
-        elif part.separate and not any(rooms.good(node) for node in _nodes(one)):
+        elif not _bound(state, part, one) and not any(rooms.good(node) for node in _nodes(one)):
             found.append((one, "no node of it may be used"))
         elif any(spot.allocation == one.tag for spot in rooms.spots(part.name)):
             here.append(one)
     if not part.separate:
         return found
-    replicas = [replica for replica in workers(state) if replica.role in part.roles]
-    lacking = sum(one.status is Status.WANTED and one.id not in assigned.homes for one in replicas)
-    resting = sum(one.status is Status.RETIRED and one.id not in assigned.again for one in replicas)
-    staying = sum(one in assigned.staying for one in replicas)
+    every = [members for members in rooms.gangs if members[0].role in part.roles]
+    wanted = [one for members in every for one in missing(members) if one.id not in assigned.homes]
+    rest = [one for members in every if any(one.status is Status.RETIRED for one in members)
+            for one in members if one.id not in assigned.again]  # fmt: skip
+    stay = [one for one in assigned.staying if one.role in part.roles]
+    lacking, resting, staying = nodes_for(state, wanted), nodes_for(state, rest), nodes_for(state, stay)
     queued = [one for one in empty if one.pending]
     for several, needed in ((here, lacking + resting), (queued, lacking + resting + staying)):
         found += [(one, "nobody is left who could use it") for one in several[needed:]]
     return found
+
+
+def _bound(state: State, part: Part, one: Allocation) -> bool:
+    """It is not given back for having no node that may be used: the manager may be in it, or others depend on it, or a
+    node of it is yet to be drained, before others get it."""
+    if any(to_be_drained(state, state.nodes[node]) or f"{node}!drain" in state.intents
+           for node in _nodes(one) if node in state.nodes):  # fmt: skip
+        return True
+    return not part.separate and one.tag == f"{state.run}.{part.name}"
 
 
 def _nodes(allocation: Allocation) -> tuple[NodeName, ...]:

@@ -20,8 +20,10 @@ SHORTEST = 60.0
 
 
 def nothing_held(state: State) -> bool:
-    """No nodes, none asked for, and nothing ever launched."""
-    return not state.allocations and not state.nodes and not any(r.incarnation for r in state.replicas.values())
+    """No nodes, none asked for, and nothing launched yet, or since everything was given back (policy ``requeue``)."""
+    held = any(node.allocation for node in state.nodes.values())  # others are remembered as excluded
+    used = any(not allocation.stray for allocation in state.allocations.values())
+    return not used and not held and not state.launched
 
 
 def first_request(state: State, now: float) -> list[Action]:

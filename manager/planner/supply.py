@@ -3,10 +3,12 @@ what is given back because it serves nobody."""
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import msgspec
 
 from rrl.manager.actions import Action, Fence, Finish, Release, Request, Rung, Why
-from rrl.manager.planner.placement import Assignment
+from rrl.manager.planner.placement import Assignment, nodes_for
 from rrl.manager.planner.rooms import Rooms
 from rrl.manager.planner.rotation import idle
 from rrl.manager.planner.start import (
@@ -18,10 +20,10 @@ from rrl.manager.planner.start import (
     nothing_held,
     refusals_of,
 )
-from rrl.manager.planner.terms import NEVER
-from rrl.manager.state import Allocation, Replica, State, Status, open_requests, workers
+from rrl.manager.planner.terms import GRACES, NEVER, hopeless_from, succeeded_from
+from rrl.manager.state import Allocation, Replica, State, Status, gang, gangs, open_requests, workers
 from rrl.spec.jobview import Part
-from rrl.spec.words import Outcome
+from rrl.spec.words import Outcome, gang_of
 
 REQUEST_PAUSE = 10.0
 """s before nodes are asked for again after a refusal; doubles with each."""
@@ -46,8 +48,9 @@ def supply(state: State, rooms: Rooms, assigned: Assignment, now: float) -> tupl
 
 
 def _overdue(state: State, rooms: Rooms, assigned: Assignment, now: float) -> tuple[list[Action], float]:
-    """Requests that were not met by their deadline, or never can be, are given back, and the ladder goes on one rung
-    down. Before the run has begun only those that never can be: it loses nothing by waiting in the queue."""
+    """Where a request was not met by its deadline, or never can be, the ladder goes on one rung down. It is given back,
+    unless those who were gone on without can still use what comes late. Before the run has begun only those that never
+    can be: it loses nothing by waiting in the queue."""
     wake, unsettled = NEVER, open_requests(state)
     for allocation in state.allocations.values():
         if allocation.stray and not allocation.releasing:
@@ -56,12 +59,13 @@ def _overdue(state: State, rooms: Rooms, assigned: Assignment, now: float) -> tu
             wake = min(wake, allocation.not_before)
         if not allocation.pending or allocation.tag in unsettled:
             continue  # a request that nobody has answered is settled first: it may land after its give-back
-        hopeless = allocation.seen.hopeless if allocation.seen else ""
-        if state.running_since is None or not rooms.begun:
+        hopeless = allocation.seen.hopeless if allocation.seen and now >= hopeless_from(allocation) else ""
+        if state.running_since is None or not rooms.begun or _waits(state):
             if hopeless:
                 return [hopeless_start(state, allocation)], now
+            wake = min(wake, hopeless_from(allocation))
             continue
-        due = now if hopeless else _deadline(state, assigned, allocation)
+        due = min(_deadline(state, assigned, allocation), hopeless_from(allocation))
         deadline = max(due, allocation.not_before)
         if now < deadline:
             wake = min(wake, deadline)
@@ -71,8 +75,15 @@ def _overdue(state: State, rooms: Rooms, assigned: Assignment, now: float) -> tu
         evidence = (f"{allocation.tag}: {hopeless or said}",)
         part = state.job.part(allocation.ask.part)
         left = rooms.coming(part.name) - allocation.ask.count
-        return [Release(allocation.tag, Why(evidence)), *_without_nodes(state, assigned, part, left, evidence)], now
+        without = _without_nodes(state, assigned, part, left, evidence, now)
+        late = bool(without) and not hopeless and all(isinstance(action, Fence) for action in without)
+        return [*([] if late else [Release(allocation.tag, Why(evidence))]), *without], now
     return [], wake
+
+
+def _waits(state: State) -> bool:
+    """Nothing is launched and no nodes are held: of a run that was given back whole (policy ``requeue``)."""
+    return not state.launched and not any(allocation.running for allocation in state.allocations.values())
 
 
 def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> float:
@@ -82,7 +93,10 @@ def _deadline(state: State, assigned: Assignment, allocation: Allocation) -> flo
     lacking = [replica for replica in assigned.lacking if replica.role in part.roles]
     if not lacking and any(replica.role in part.roles for replica in assigned.staying):
         return NEVER
-    if part.separate and all(_left(state, one.role, lacking) >= _floor(state, one.role) for one in lacking):
+    roles = {replica.role for replica in lacking}
+    if part.separate and all(_left(state, role, lacking) >= _floor(state, role) for role in roles):
+        return NEVER
+    if not lacking and any(one.status is Status.RETIRED for one in workers(state) if one.role in part.roles):
         return NEVER
     since = max(allocation.at, min((replica.down_since for replica in lacking), default=allocation.at))
     return since + state.job.limits.allocation
@@ -97,11 +111,11 @@ def _replacements(
     lacking = [replica for replica in (*assigned.lacking, *assigned.staying) if replica.role in part.roles]
     lacking += [] if refusals else _resting(state, assigned, part, now)
     coming = rooms.coming(part.name)
-    missing = _nodes_for(state, lacking) - coming
+    missing = nodes_for(state, lacking) + _spares(state, rooms, assigned, part) - coming
     if missing <= 0:
         return [], refusals[-1].at + window if refusals and part.separate else NEVER
     if len(refusals) >= REFUSALS:
-        without = _without_nodes(state, assigned, part, coming, tuple(refusal.detail for refusal in refusals))
+        without = _without_nodes(state, assigned, part, coming, tuple(refusal.detail for refusal in refusals), now)
         return without, refusals[-REFUSALS].at + window
     if refusals:
         again = refusals[-1].at + REQUEST_PAUSE * 2 ** (len(refusals) - 1)
@@ -115,51 +129,69 @@ def _replacements(
     if not part.separate:
         kind = "more" if part is state.job.parts[0] else f"more-{part.name}"
         asks = [msgspec.structs.replace(ask, tag=f"{state.run}.{kind}-{state.seq}") for ask in asks]
-    return [Request(msgspec.structs.replace(ask, comment=f"{ask.comment} replacement"), why) for ask in asks], NEVER
+    over = any(_comes_to_its_end(state, one, now) for one in state.allocations.values() if one.ask.part == part.name)
+    asks = [msgspec.structs.replace(ask, comment=f"{ask.comment} replacement", again=over) for ask in asks]
+    return [Request(ask, why) for ask in asks], NEVER
+
+
+def _comes_to_its_end(state: State, allocation: Allocation, now: float) -> bool:
+    return allocation.taken or allocation.ending or succeeded_from(state, allocation) <= now
+
+
+def _spares(state: State, rooms: Rooms, assigned: Assignment, part: Part) -> int:
+    """Nodes that a follow-up of the pool needs beyond what its replicas take."""
+    if part.separate or not any(replica.role in part.roles for replica in assigned.staying):
+        return 0
+    taken = rooms.occupants().keys() | {spot.node for spot in (*assigned.homes.values(), *assigned.moves.values())}
+    free = sum(not spot.ageing and spot.node not in taken for spot in rooms.spots(part.name))
+    return max(0, state.job.spares - free)
 
 
 def _resting(state: State, assigned: Assignment, part: Part, now: float) -> list[Replica]:
     """Gone on without, for want of nodes, and due for another chance. In a pool they get what the others leave."""
+    window = state.job.recovery.window
     return [
-        replica for replica in workers(state)
-        if part.separate and replica.role in part.roles and replica.status is Status.RETIRED
-        and replica.id not in assigned.again and not replica.recent(state.job.recovery.window, now)
+        replica for members in gangs(state) for replica in members
+        if part.separate and replica.role in part.roles and any(one.status is Status.RETIRED for one in members)
+        and replica.id not in assigned.again and not any(one.recent(window, now) for one in members)
     ]  # fmt: skip
 
 
 def _without_nodes(
-    state: State, assigned: Assignment, part: Part, coming: int, evidence: tuple[str, ...]
+    state: State, assigned: Assignment, part: Part, coming: int, evidence: tuple[str, ...], now: float
 ) -> list[Action]:
     """No nodes to be had, but for so many that are ``coming``: retire what the roles can spare, else end the run."""
     actions: list[Action] = []
     wanted = [replica for replica in assigned.lacking if replica.role in part.roles]
-    served = 0
-    while served < len(wanted) and _nodes_for(state, wanted[: served + 1]) <= coming:
-        served += 1
-    without = wanted[served:]
-    for replica in without:
-        left = _left(state, replica.role, without)
-        if left < _floor(state, replica.role):
-            why = Why((*evidence, f"{replica.id} has no node"), Rung.GIVE_UP, "everything is given back")
+    lacking = {id: list(members) for id, members in groupby(wanted, lambda one: gang_of(one.id))}
+    served: list[Replica] = []
+    for members in list(lacking.values()):
+        if nodes_for(state, [*served, *members]) > coming:
+            break
+        served += members
+        del lacking[gang_of(members[0].id)]
+    without = [one for members in lacking.values() for one in members]
+    for id, members in lacking.items():
+        role = members[0].role
+        left = _left(state, role, without)
+        if left < _floor(state, role):
+            names = ", ".join(one.id for one in members)
+            by = now + GRACES * state.job.limits.step_grace
+            why = Why((*evidence, f"{names} has no node"), Rung.GIVE_UP, "everything is given back", by)
             return [Finish(Outcome.FAILED, why)]
-        why = Why(evidence, Rung.DEGRADED, f"{replica.role} goes on with {left} replicas")
-        actions.append(Fence(replica.life, Rung.DEGRADED, why))
+        by = now + state.job.recovery.window
+        why = Why(evidence, Rung.DEGRADED, f"{role} goes on with {left} replicas", by)
+        actions += [Fence(one.life, Rung.DEGRADED, why, charged=False) for one in gang(state, id)]
     return actions
 
 
 def _left(state: State, role: str, without: list[Replica]) -> int:
     """Replicas of a role that it keeps without these."""
-    ids = {replica.id for replica in without}
-    kept = [replica for replica in workers(state) if replica.role == role and replica.id not in ids]
-    return sum(replica.status is not Status.RETIRED for replica in kept)
+    ids = {gang_of(replica.id) for replica in without}
+    kept = [members for members in gangs(state) if members[0].role == role and gang_of(members[0].id) not in ids]
+    return sum(all(one.status is not Status.RETIRED for one in members) for members in kept)
 
 
 def _floor(state: State, role: str) -> int:
     """Replicas below which the run does not go on for want of nodes."""
     return max(1, state.job.role(role).min_replicas)
-
-
-def _nodes_for(state: State, lacking: list[Replica]) -> int:
-    """Nodes that these replicas need: one each if exclusive; the others share one."""
-    exclusive = sum(state.job.role(replica.role).exclusive for replica in lacking)
-    return exclusive + (exclusive < len(lacking))

@@ -30,6 +30,8 @@ def main() -> None:
             with me.phase("generate"):
                 for segments, finished in engine.generate(work.items, sampling):
                     engine.drop(work.append(segments, finished))
+                    if me.stopping.is_set():  # what was made is durable; the next rollout goes on from there
+                        break
         engine.close()
 
 

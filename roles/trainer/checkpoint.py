@@ -1,4 +1,5 @@
-"""Checkpoints of a trainer of one process: written whole, read only by the manifest of the commit record.
+"""Checkpoints on shared storage: written by all members (torch.distributed.checkpoint), read only by the manifest of
+the commit record.
 
 A checkpoint counts once the store has committed it, not before. What is written here and never committed is garbage,
 and so is what lies further back than the last few commits.
@@ -6,49 +7,129 @@ and so is what lies further back than the last few commits.
 
 from __future__ import annotations
 
+import errno
 import shutil
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import msgspec
+from msgspec import Struct
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
-from rrl.roles.checkpoint_files import DamagedCheckpoint, incarnation_of, verified
+from rrl.roles.checkpoint_files import DamagedCheckpoint, Digest, digest_of, incarnation_of, make_durable, verified
+from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.learner import Learner
 from rrl.spec.rundir import RunDir
 
-_FILE = "learner.pt"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # who saves alone is told that he is
+_ABOUT = "about.json"
+_METADATA = ".metadata"
+"""of torch.distributed.checkpoint: which file holds which part of which tensor"""
+
+
+class _About(Struct, frozen=True):
+    world: int
+    before: tuple[str, ...]
+    """names of the commits before this one that are kept: whoever restores it must not take them for garbage"""
+
+
+class Written(Struct, frozen=True):
+    """What one member wrote."""
+
+    files: dict[str, Digest]
+    trouble: str = ""
+    """why it could not; then none of it counts"""
+    full: bool = False
+    """there was no room: tried again it may work"""
 
 
 class Checkpoints:
     """``incarnation`` is the trainer's; ``keep`` commits are kept, at least the newest."""
 
-    def __init__(self, run_dir: RunDir, incarnation: int, keep: int) -> None:
+    def __init__(self, run_dir: RunDir, incarnation: int, keep: int, gang: Gang | None = None) -> None:
         self._run_dir = run_dir
         self._incarnation = incarnation
         self._keep = keep
-        self._committed: list[str] = []
+        self._gang = gang or Gang()
+        self._committed: tuple[str, ...] = ()
         """names of the folders of the last commits, the newest last"""
 
-    def write(self, folder: Path, state: dict[str, Any]) -> list[Path]:
-        """The state as files in ``folder``, which is fresh. Returns the files to commit, which makes them durable."""
-        path = folder / _FILE
-        with path.open("xb") as file:
-            # The commits before this one travel in it: whoever restores it must not take them for garbage.
-            torch.save({"state": state, "before": self._committed[-self._keep + 1 :]}, file)
-        return [path]
+    def write(self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], rest: bytes) -> Written:
+        """All members together: their ``tensors`` (host copies of their shards of ``like``) and their ``rest``, into
+        ``folder``, which is fresh. Durable when it returns. A full disk is told as trouble, not raised; another
+        member's death is."""
+        gang, made = self._gang, []
+        state = {name: self._as_whole(tensor, like[name]) for name, tensor in tensors.items()}
+        trouble: BaseException | None = None
+        try:
+            made.append(_new_file(folder / _rest_file(gang.rank), rest))
+            if gang.rank == 0:
+                about = _About(gang.world, self._committed[-self._keep + 1 :])
+                made.append(_new_file(folder / _ABOUT, msgspec.json.encode(about)))
+        except OSError as error:
+            trouble = error
+        try:  # all the same: the others are in it
+            writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
+            save(state, storage_writer=writer, process_group=gang.files, no_dist=gang.world == 1)
+            made += folder.glob(f"__{gang.rank}_*.distcp")
+            if gang.rank == 0:
+                made.append(folder / _METADATA)
+            if trouble is None:
+                make_durable(made)
+                return Written({path.name: digest_of(path) for path in made})
+        except (OSError, CheckpointException) as error:
+            trouble = trouble or error
+        assert trouble is not None
+        return Written({}, f"{folder}: {_told(trouble)}", _is_full(trouble))
 
-    def read(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """The state that was committed under ``manifest``. Raises DamagedCheckpoint when it is not what is there."""
-        files = verified(self._run_dir.path, manifest)
-        if _FILE not in files:
-            raise DamagedCheckpoint(f"{manifest['folder']}: no {_FILE} was committed, but {sorted(files)}")
-        saved = torch.load(files[_FILE], map_location="cpu", weights_only=True)
-        self._committed = [*saved["before"], files[_FILE].parent.name]
-        state: dict[str, Any] = saved["state"]
-        return state
+    def _as_whole(self, local: Tensor, like: Tensor) -> Tensor:
+        """A host copy of a shard as a part of the tensor that it is a shard of."""
+        if not isinstance(like, DTensor):
+            return local
+        mesh, shape, stride = self._gang.file_mesh, like.shape, like.stride()
+        assert mesh is not None
+        whole: Tensor = DTensor.from_local(local, mesh, like.placements, run_check=False, shape=shape, stride=stride)
+        return whole
 
-    def committed(self, files: list[Path]) -> None:
-        """These files of :meth:`write` are committed now: remove what that makes garbage."""
-        self._committed = [*self._committed, files[0].parent.name][-self._keep :]
+    def read(self, manifest: dict[str, Any], learner: Learner) -> None:
+        """Make ``learner`` what was committed under ``manifest``, by however many members it was written.
+
+        Raises DamagedCheckpoint, in all members, when it is not what is there: nothing is loaded then."""
+        gang, damage, about = self._gang, "", _About(0, ())
+        names = sorted(manifest["files"])
+        mine = {*names[gang.rank :: gang.world], _ABOUT, _METADATA, _rest_file(gang.rank)}
+        folder = self._run_dir.path / manifest["folder"]
+        try:
+            if missing := {_ABOUT, _METADATA, _rest_file(0)}.difference(names):
+                raise DamagedCheckpoint(f"{manifest['folder']}: no {min(missing)} was committed, but {names}")
+            verified(self._run_dir.path, manifest, only=mine)
+            about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About)
+        except (OSError, DamagedCheckpoint) as error:
+            damage = str(error)
+        if damage := next(filter(None, gang.gather(damage)), ""):
+            raise DamagedCheckpoint(damage)
+        reader = FileSystemReader(folder)
+        load(learner.tensors(), storage_reader=reader, process_group=gang.talk, no_dist=gang.world == 1)
+        same = about.world == gang.world
+        learner.resume((folder / _rest_file(gang.rank if same else 0)).read_bytes(), chance=same or gang.rank == 0)
+        self._committed = (*about.before, folder.name)
+
+    def known(self, manifest: dict[str, Any]) -> None:
+        """This is the newest commit, though the state came from elsewhere. Raises DamagedCheckpoint."""
+        verified(self._run_dir.path, manifest, only={_ABOUT})
+        folder = self._run_dir.path / manifest["folder"]
+        self._committed = (*msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About).before, folder.name)
+
+    def committed(self, folder: Path) -> None:
+        """What :meth:`write` wrote there is committed now: remove what that makes garbage."""
+        self._committed = (*self._committed, folder.name)[-self._keep :]
         self.remove_garbage()
 
     def remove_garbage(self) -> None:
@@ -61,3 +142,24 @@ class Checkpoints:
             made_by = incarnation_of(folder.name)
             if made_by is not None and made_by <= self._incarnation and folder.name not in self._committed:
                 shutil.rmtree(folder, ignore_errors=True)  # garbage that resists must not end the training
+
+
+def _rest_file(rank: int) -> str:
+    return f"rank-{rank}.msgpack"
+
+
+def _new_file(path: Path, content: bytes) -> Path:
+    with path.open("xb") as file:
+        file.write(content)
+    return path
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {type(why[0]).__name__}: {why[0]}" for rank, why in error.failures.items())
+    return str(error)
+
+
+def _is_full(error: BaseException) -> bool:
+    causes = [why[0] for why in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return all(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in causes)

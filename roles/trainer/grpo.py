@@ -33,19 +33,22 @@ def grpo_loss(
     clip: float,
     entropy: Tensor,
     entropy_coef: float,
+    tokens: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The clipped policy-gradient loss with an entropy bonus, averaged over answer tokens.
 
     ``logprobs`` [B, T]: of the sampled tokens under the policy being trained, differentiable; ``old_logprobs``
     [B, T]: as recorded by whoever sampled them, however old its weights; ``advantages`` [B]; ``mask`` [B, T]: 1 for
     answer tokens, 0 for padding; ``entropy`` [B, T]: of the trained policy at each position, differentiable.
+    ``tokens``: the answer tokens of the whole batch, where this is a part of it; the sums over the parts are then the
+    loss, gradient and statistics of the whole.
 
     Returns the scalar loss, and for people: ``drift``, the mean absolute difference of the two log-probabilities,
     and ``clipped``, the share of tokens whose importance ratio left 1 ± ``clip``. A reward curve alone does not show
     that the ratio is used (docs/sources.md, the task: lag 2 learns without it too); these two do.
     """
     mask = mask.to(logprobs.dtype)
-    tokens = mask.sum()
+    tokens = mask.sum().item() if tokens is None else tokens
     # A masked position may hold anything, inf too: it must become 0 before exp, not after.
     difference = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
     ratio = difference.exp()

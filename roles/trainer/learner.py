@@ -1,15 +1,17 @@
-"""The learner: a model, its optimizer, and one GRPO step over a batch of trajectories. It knows no run and no socket.
+"""The learner: a model, its optimizer, and one GRPO step over a batch of trajectories. It knows no run.
 
-Everything that the next step depends on is in :meth:`Learner.state`; restored from it, a learner goes on bit for bit
-as if nothing had happened (docs/sources.md, torch: leaving one piece out breaks that at once).
+Where it is spread over a gang each member learns from its share of the batch, and all make the same step as one process
+would with the whole. Everything that the next step depends on is in :meth:`Learner.tensors` and :meth:`Learner.rest`;
+restored from them, a learner goes on bit for bit as if nothing had happened (docs/sources.md, torch: leaving one piece
+out breaks that at once).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+import msgspec
 import numpy
 import torch
 from msgspec import Struct
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rrl.roles.model import log_probs
+from rrl.roles.trainer.gang import Gang
 from rrl.roles.trainer.grpo import group_advantages, grpo_loss
 from rrl.roles.trajectories.types import Batch, Trajectory
 
@@ -42,21 +45,55 @@ class LearnerSettings(Struct, frozen=True):
     warm_start_learning_rate: float
 
 
-class Learner:
-    """``steps`` is the length of the run, over which the learning rate falls; ``temperature`` is the rollouts'."""
+class _Rest(Struct, frozen=True):
+    """What is no tensor of the model's shape. Random states are a member's own."""
 
-    def __init__(self, model: nn.Module, settings: LearnerSettings, *, steps: int, temperature: float) -> None:
+    number: int
+    steps: list[float]
+    """of the optimizer, by parameter"""
+    torch_rng: bytes
+    cuda_rng: bytes
+    """empty on a CPU"""
+    python_rng: tuple[int, tuple[int, ...], float | None]
+    numpy_rng: tuple[bytes, int, int, float]
+
+
+class Learner:
+    """``steps`` is the length of the run, over which the learning rate falls; ``temperature`` is the rollouts'.
+
+    ``model`` is already where ``gang`` wants it, and sharded over it."""
+
+    def __init__(
+        self, model: nn.Module, settings: LearnerSettings, *, steps: int, temperature: float, gang: Gang | None = None
+    ) -> None:
         self.model = model
         self.number = 0
         """the last step done; 0 before the first"""
+        self._gang = gang or Gang()
         self._settings = settings
         self._steps = steps
         self._temperature = temperature
         self._optimizer = self._fresh_optimizer(settings.learning_rate)
 
     def _fresh_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        """With its moments, which torch would make at the first step: what is saved always has the same shape."""
         parameters = self.model.parameters()
-        return torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
+        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
+        for each in self.model.parameters():
+            optimizer.state[each] = {
+                "step": torch.zeros((), device=self._gang.device),
+                "exp_avg": torch.zeros_like(each),
+                "exp_avg_sq": torch.zeros_like(each),
+            }
+        return optimizer
+
+    def begin(self, seed: int) -> None:
+        """A fresh one: every source of chance begins from the run's seed, for each member at another place, so that who
+        dies before its first commit begins as it did."""
+        seed = (seed + self._gang.rank) % 2**32  # numpy takes no other
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
 
     def warm_start(self, batches: Iterable[Sequence[Example]]) -> float:
         """One supervised step on the answers of each batch, before the first policy update; the last loss (nats).
@@ -66,12 +103,13 @@ class Learner:
         optimizer = self._fresh_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
         for batch in batches:
-            tokens, answers, first = _pad(batch)
+            answers = sum(len(answer) for _, answer in batch)
+            tokens, mask, first = self._share(batch)
             logits = _logits(self.model, tokens, first)
-            labels = tokens[:, first:].masked_fill(~answers, _IGNORED)
-            value = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            labels = tokens[:, first:].masked_fill(~mask, _IGNORED)
+            value = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / answers
             self._update(optimizer, value)
-            loss = value.item()
+            loss = self._gang.sum([value.item()])[0]
         return loss
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -82,67 +120,94 @@ class Learner:
         """
         if batch.number != self.number + 1:
             raise ValueError(f"batch {batch.number} is not the one after step {self.number}")
-        trajectories = batch.trajectories
-        tokens, mask, first = _pad([(each.prompt, each.tokens) for each in trajectories])
-        old = _place([each.logprobs for each in trajectories], mask)
+        trajectories, device = batch.trajectories, self._gang.device
         rewards = torch.tensor([each.training for each in trajectories], dtype=torch.float32)
         groups = torch.tensor([each.group for each in trajectories])
-        advantages = group_advantages(rewards, groups, self._settings.advantage_floor)
+        advantages = group_advantages(rewards, groups, self._settings.advantage_floor)  # of whole groups
+        tokens, mask, first = self._share([(each.prompt, each.tokens) for each in trajectories])
+        mine = range(len(trajectories))[self._gang.rank :: self._gang.world]
+        old = _place([trajectories[i].logprobs for i in mine], mask)
+        gain = advantages[list(mine) or [0]].to(device)
 
         every = log_probs(_logits(self.model, tokens, first), self._temperature)  # [B, T, vocabulary]
         chosen = every.gather(2, tokens[:, first:, None])[..., 0]
         entropy = -(every.exp() * every).sum(-1)
-        settings = self._settings
-        loss, stats = grpo_loss(chosen, old, advantages, mask, settings.clip, entropy, settings.entropy)
+        settings, answers = self._settings, float(sum(len(each.tokens) for each in trajectories))
+        loss, stats = grpo_loss(chosen, old, gain, mask, settings.clip, entropy, settings.entropy, answers)
         for group in self._optimizer.param_groups:
             group["lr"] = settings.learning_rate * self._share_of_learning_rate(batch.number)
         self._update(self._optimizer, loss)
         self.number = batch.number
-        return {"loss": loss.item(), **stats, **_describe(batch)}
+        parts = {"loss": loss.item(), **stats}
+        return {**dict(zip(parts, self._gang.sum(list(parts.values())), strict=True)), **_describe(batch)}
+
+    def _share(self, pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
+        """This member's examples as :func:`_pad` gives them. Who has none takes part with one that does not count."""
+        mine = pairs[self._gang.rank :: self._gang.world]
+        tokens, mask, first = _pad(mine or pairs[:1])
+        return tokens.to(self._gang.device), (mask & bool(mine)).to(self._gang.device), first
 
     def _share_of_learning_rate(self, number: int) -> float:
         """Falls linearly from 1 at step 1. A function of the step alone: there is no scheduler whose state to save."""
         return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
 
     def _update(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        """``loss``: this member's part of the sum. FSDP takes the mean of the members' gradients."""
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
         limit = self._settings.gradient_clip
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, error_if_nonfinite=True)
         optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's tensors by name, live: pack them before the next step."""
+        """The model's tensors by name, live, and sharded if it is."""
         return dict(self.model.state_dict())
 
-    def state(self) -> dict[str, Any]:
-        """All that the next step depends on, live: write it before the next step."""
-        numpy_state = numpy.random.get_state(legacy=False)
-        words = torch.from_numpy(numpy_state["state"]["key"].astype(numpy.int64))
-        return {
-            "number": self.number,
-            "model": self.weights(),
-            "optimizer": self._optimizer.state_dict(),
-            "torch_rng": torch.get_rng_state(),
-            "python_rng": random.getstate(),
-            "numpy_rng": {
-                "key": words,
-                "pos": int(numpy_state["state"]["pos"]),
-                "has_gauss": int(numpy_state["has_gauss"]),
-                "gauss": float(numpy_state["gauss"]),
-            },
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that the next step depends on, live, and sharded if the model is: copy them before the next step;
+        copy into them, and :meth:`resume`, to become another learner."""
+        moments = {
+            f"{kind}.{name}": self._optimizer.state[parameter][kind]
+            for kind in ("exp_avg", "exp_avg_sq")
+            for name, parameter in self.model.named_parameters()
         }
+        return {f"model.{name}": tensor for name, tensor in self.weights().items()} | moments
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Become the learner that :meth:`state` described. Raises when it is of another model."""
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["torch_rng"])
-        random.setstate(state["python_rng"])
-        saved = state["numpy_rng"]
-        key = saved["key"].numpy().astype(numpy.uint32)
-        numpy.random.set_state(("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"]))
-        self.number = state["number"]
+    def rest(self) -> bytes:
+        """What else the next step depends on, of this member."""
+        state = numpy.random.get_state(legacy=False)
+        numpy_rng = (state["state"]["key"].tobytes(), int(state["state"]["pos"]), state["has_gauss"], state["gauss"])
+        on_gpu = self._gang.device.type == "cuda"
+        version, words, gauss = random.getstate()
+        rest = _Rest(
+            number=self.number,
+            steps=torch.stack([self._optimizer.state[each]["step"] for each in self.model.parameters()]).tolist(),
+            torch_rng=torch.get_rng_state().numpy().tobytes(),
+            cuda_rng=torch.cuda.get_rng_state(self._gang.device).numpy().tobytes() if on_gpu else b"",
+            python_rng=(version, words, gauss),
+            numpy_rng=numpy_rng,
+        )
+        return msgspec.msgpack.encode(rest)
+
+    def resume(self, rest: bytes, *, chance: bool = True) -> None:
+        """Take over what :meth:`rest` told; without ``chance`` all but the random states, which were another member's.
+        Raises ValueError when it is of another model."""
+        said = msgspec.msgpack.decode(rest, type=_Rest)
+        for parameter, step in zip(self.model.parameters(), said.steps, strict=True):
+            self._optimizer.state[parameter]["step"].fill_(step)
+        self.number = said.number
+        if not chance:
+            return
+        torch.set_rng_state(_as_tensor(said.torch_rng))
+        if said.cuda_rng and self._gang.device.type == "cuda":
+            torch.cuda.set_rng_state(_as_tensor(said.cuda_rng), self._gang.device)
+        random.setstate(said.python_rng)
+        key, pos, has_gauss, gauss = said.numpy_rng
+        numpy.random.set_state(("MT19937", numpy.frombuffer(key, dtype=numpy.uint32), pos, has_gauss, gauss))
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
@@ -162,8 +227,8 @@ def _pad(pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
 
 def _place(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
     """Values per answer token, put where the mask says; row by row, zeros elsewhere. [B, T] float."""
-    flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32)
-    return torch.zeros(mask.shape).masked_scatter_(mask, flat)
+    flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=mask.device)
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, flat)
 
 
 def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:

@@ -78,6 +78,10 @@ class TrajectoryClient:
         """Find the store, lose it, find it again; until closed or cancelled."""
         await self._dialer.run()
 
+    def look(self) -> None:
+        """Where the store is may have changed."""
+        self._dialer.look()
+
     async def close(self) -> None:
         await self._dialer.close()
 

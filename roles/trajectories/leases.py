@@ -23,8 +23,9 @@ class Believed:
             self.saw(life)
 
     def saw(self, life: Life) -> None:
-        """A word of ``life`` is evidence that every older incarnation has been succeeded."""
-        self._newest[life.replica] = max(life.incarnation, self._newest.get(life.replica, 0))
+        """A word of ``life`` is evidence that every older incarnation has been succeeded, of its whole gang."""
+        for replica in (life.replica, life.gang.replica):
+            self._newest[replica] = max(life.incarnation, self._newest.get(replica, 0))
 
     def refused(self, life: Life) -> str | None:
         """Why ``life`` must leave, or None. One that nobody has named yet is not refused: its welcome may have

@@ -127,7 +127,7 @@ class Log:
         What waits is flushed before."""
         self.flush()
         fresh = self._path.with_suffix(f".{self._number}.new")
-        with fresh.open("wb") as file:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.writelines(_frames(0, payloads))
             file.flush()
             os.fsync(file.fileno())

@@ -160,6 +160,7 @@ def _open_store(me: rrl.Worker) -> Store:
         max_ahead_batches=sampling["ahead"],
         max_new_tokens=sampling["max_new_tokens"],
         next_prompt=_prompts(me),
+        keep_uncommitted=me.job["roles"]["trainer"]["uncommitted"],
     )
 
 

@@ -49,7 +49,8 @@ class Store:
     """All trajectories of a run, in ``folder``. ``next_prompt(i)`` gives the i-th prompt.
 
     At most ``(max_ahead_batches + 1) * groups_per_batch`` groups are under way beyond what is bound: back-pressure on
-    the rollouts, and a bound on staleness. At most ``keep_uncommitted`` bindings are ahead of the committed step.
+    the rollouts, and a bound on staleness. The trainer may be in a step while ``keep_uncommitted`` before it are done
+    and not committed: so many bindings, and one more, are ahead of the committed step.
     Opening it supersedes whoever has it open. Raises LogDamaged when what was durable cannot be read.
     ``compact_from``: bytes of log below which it is not compacted.
     """
@@ -105,9 +106,9 @@ class Store:
     def peers(self, living: Iterable[Life]) -> None:
         """The manager's word on who lives. What others have leased is free again; older trainers are fenced."""
         self._believed.told(living)
-        for life in self._believed.living:
-            if self._state.fences.get(life.replica, life.incarnation) < life.incarnation:
-                self._durable.write(Fence(life.replica, life.incarnation))
+        for gang in {life.gang for life in self._believed.living}:
+            if self._state.fences.get(gang.replica, gang.incarnation) < gang.incarnation:
+                self._durable.write(Fence(gang.replica, gang.incarnation))
         for trajectory in self._writing.keep(self._believed.living):
             heappush(self._unfinished, trajectory)
         for trajectory in self._scoring.keep(self._believed.living):
@@ -119,16 +120,18 @@ class Store:
         return None if life in self._believed.living else NotYet()
 
     def _not_the_trainer(self, life: Life) -> Denied | None:
-        """Rule 7: the first word of a newer trainer fences the older ones, durably, before it is answered."""
-        why = self._believed.refused(life)
-        fence = self._state.fences.get(life.replica, -1)
-        if life.incarnation < fence:
+        """Rule 7: the first word of a newer trainer fences the older ones, durably, before it is answered. The members
+        of a gang share an incarnation, and are fenced as one."""
+        gang = life.gang
+        why = self._believed.refused(gang)
+        fence = self._state.fences.get(gang.replica, -1)
+        if gang.incarnation < fence:
             why = f"{life} was succeeded by incarnation {fence}"
         if why:
             return Denied(why, fenced=True)
-        if life.incarnation > fence:
-            self._believed.saw(life)
-            self._durable.write(Fence(life.replica, life.incarnation))
+        if gang.incarnation > fence:
+            self._believed.saw(gang)
+            self._durable.write(Fence(gang.replica, gang.incarnation))
         return None
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -280,7 +283,7 @@ class Store:
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
     def batch(self, life: Life, number: int) -> Bound | NotYet | Denied:
-        """Rule 2: the groups of step ``number``, chosen once for ever."""
+        """Rule 2: the groups of step ``number``, chosen once for ever. Each member of a gang may ask."""
         if no := self._not_the_trainer(life):
             return no
         if number in self._state.bindings:
@@ -288,7 +291,7 @@ class Store:
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
             return Denied(f"batch {number} is out of order: {committed} is committed, {latest} the latest bound")
-        if latest - committed >= self._keep_uncommitted or len(self._ready) < self._per_batch:
+        if latest - committed > self._keep_uncommitted or len(self._ready) < self._per_batch:
             return NotYet()
         chosen = tuple(heappop(self._ready) for _ in range(self._per_batch))
         self._durable.write(self._state.bind(number, chosen))
@@ -299,6 +302,8 @@ class Store:
         """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right."""
         if no := self._not_the_trainer(life):
             return no
+        if life != life.gang:
+            return Denied(f"{life} cannot commit: {life.gang} does for its gang")
         before, binding = self._state.commitments.get(number), self._state.bindings.get(number)
         if number <= self._state.committed:
             if before and before.digest == digest and _words(before.manifest) == _words(manifest):

@@ -87,7 +87,7 @@ def slurm(**other: Any) -> Slurm:
             Partition("gpu", True, True, 7 * 86400.0, False), Partition("cpu", False, True, None, False),
         )),
         nodes=Nodes((*(node(f"n{i}") for i in range(1, 7)), node("c1", partitions=("cpu",), gpus={}))),
-        accounts=Accounts("Operator", "astro", ("astro",)),
+        accounts=Accounts("Administrator", "astro", ("astro",)),
         limits=SeenLimits((), "", 40000),
         trials=Trials({"pool": TAKEN, "replica": TAKEN, "hetjob": TAKEN}, {"gpu": TAKEN}),
         cgroups=CgroupConf({"ConstrainDevices": "yes", "ConstrainRAMSpace": "yes"}, "/etc/slurm/cgroup.conf"),

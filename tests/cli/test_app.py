@@ -70,7 +70,7 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["stauts"], "rrl: No such command 'stauts'. Did you mean 'status'? see: rrl --help"),
+        (["canecl"], "rrl: No such command 'canecl'. Did you mean 'cancel'? see: rrl --help"),
         (["status", "--nope"], "rrl: No such option: --nope; see: rrl status --help"),
         (["submit"], "rrl: Missing argument 'JOB.TOML'; see: rrl submit --help"),
         (["submit", "missing.toml"], "missing.toml: no such file"),
@@ -170,7 +170,7 @@ def test_on_slurm_a_run_that_has_not_begun_names_the_job_that_brings_its_manager
     job = msgspec.structs.replace(job_view(), cluster="slurm", manager=ManagerView(where))
     run.view.write_bytes(msgspec.json.encode(job))
     assert app.run(["status"]) == 0
-    assert f"(squeue --name=fresh-1.{queued} tells why)" in capsys.readouterr().out
+    assert f"(squeue --name=fresh-1.{queued} tells why; " in capsys.readouterr().out
 
 
 def test_a_run_whose_manager_has_not_started_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

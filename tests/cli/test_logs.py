@@ -12,10 +12,11 @@ import pytest
 from rrl.cli import app
 from rrl.cli.log_files import all_logs
 from rrl.cli.log_lines import LifeTail, Wanted
+from rrl.manager.adopting import mark_log
 from rrl.manager.journal import Journal
 from rrl.spec.loglines import missing, stamp
 from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Outcome
+from rrl.spec.words import Life, Outcome, ReplicaId
 from rrl.tests.cli.story import Story, completed
 from rrl.tests.cli.waiting import Output, eventually
 
@@ -89,6 +90,36 @@ def test_every_kind_of_log_file_is_told_apart(run: RunDir) -> None:
         ("manager", "manager", "manager epoch 3"), ("manager", "manager", "manager"),
         ("manager", "manager", "manager (errors)"),
     }  # fmt: skip
+
+
+def test_a_log_of_a_shadow_is_that_of_the_life_which_it_became_all_of_it_and_once(
+    run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
+) -> None:
+    own = write(run, "shadow-n2.3", at(2, "imports"), at(3, "becomes"))
+    write(run, "shadow-n2.3.step", at(1, "launcher"))
+    (run.logs / f"{RUN}.shadow-n2.3.shipped-1.log").write_text(f"{at(3, 'becomes')}\n{at(4, 'last words')}\n")
+    (run.logs / f"{own.name}.1").write_text(f"{at(1, 'older')}\n")
+    write(run, "shadow-n2.4", at(9, "another"))
+    write(run, "trainer-0.1", at(1, "first life"))
+    assert [log.life for log in all_logs(run) if log.kind == "role"] == ["shadow/n2#3", "shadow/n2#4", "trainer/0#1"]
+    mark_log(run, Life(ReplicaId("trainer/0"), 2), Life(ReplicaId("shadow/n2"), 3))
+    lines = ["older", "imports", "becomes", "last words"]
+    for whose in ("trainer/0#2", "shadow/n2#3"):
+        told = shown(capsys, whose)
+        assert [line.rpartition(" | ")[2] for line in told if " step " not in line] == lines, whose
+        assert all("trainer/0#2" in line for line in told)
+    assert [line.rpartition("| ")[2] for line in shown(capsys, "trainer")] == [
+        "first life", "older", "launcher", *lines[1:]
+    ]  # fmt: skip
+    assert len(shown(capsys)) == len(lines) + 3
+    assert shown(capsys, "shadow/n2#4") == ["12:00:09.000 another"]
+
+
+def test_a_gang_is_asked_for_by_its_own_name(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run, "trainer-0.1", "zero")
+    write(run, "trainer-0.1.1", "one")
+    assert shown(capsys, "trainer/0") == ["trainer/0#1 | zero", "trainer/0.1#1 | one"]
+    assert shown(capsys, "trainer/0.1") == ["one"]
 
 
 def test_logs_are_merged_by_time(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:

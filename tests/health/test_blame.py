@@ -22,6 +22,16 @@ def job(trainer: str, rollouts: str, reward: str = "wait_work") -> Trace:
     return trace
 
 
+def test_a_shadow_that_stands_by_is_neither_charged_nor_a_sign_that_somebody_works() -> None:
+    trace = job("wait_data", "wait_work")
+    shadow = Life(ReplicaId("shadow/n1"), 1)
+    trace.node("n5", shadow, phase="standby")
+    without = job("wait_data", "wait_work")
+    for one in (trace, without):
+        one.play(LONG)
+    assert trace.found() == without.found() != set()
+
+
 def test_rollouts_that_wait_out_a_long_training_step_are_never_charged() -> None:
     trace = job("train", "wait_weights")
     trace.play(PHASES["train"].longest - 10)

@@ -154,7 +154,7 @@ def test_a_day_of_a_healthy_run_finds_nothing() -> None:
 
 # ── by property ──────────────────────────────────────────────────────────────────────────────────────────────────────
 NODES = [NodeName(f"n{index}") for index in range(3)]
-REPLICAS = [ReplicaId(name) for name in ("trainer/0", "rollout/0", "rollout/1", "trajectories/0")]
+REPLICAS = [ReplicaId(name) for name in ("trainer/0", "trainer/0.1", "rollout/0", "trajectories/0")]
 HOMES = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))
 PHASES = ["starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own", "tools"]
 WAITS = ["wait_weights", "wait_data", "wait_work", "serve"]
@@ -179,12 +179,14 @@ unlikely = st.one_of(
     st.tuples(st.just("step_ended"), lives, st.sampled_from([0, 1, None]), st.sampled_from(["exited", "asked"])),
     st.tuples(st.just("gone"), lives),
     st.tuples(st.just("leaving"), lives),
+    st.tuples(st.just("postponed"), lives),
     st.tuples(st.just("goodbye"), lives),
     st.tuples(st.just("step_alive"), lives),
     st.tuples(st.just("forget"), lives | agents),
     st.tuples(st.just("agent"), nodes, st.integers(1, 2)),
     st.tuples(st.just("agent_launched"), nodes, st.integers(1, 2)),
     st.tuples(st.just("cluster"), nodes, st.sampled_from(["up", "down", "draining", "unknown"])),
+    st.tuples(st.just("job"), nodes, st.booleans()),
     st.tuples(st.just("forget_node"), nodes),
     st.tuples(st.just("restart")),
 )
@@ -241,6 +243,8 @@ def perform(watch: Watch, deed: Any, now: float) -> float:
             watch.launched(agent(*rest), rest[0], now)
         case "cluster":
             watch.cluster_node(rest[0], rest[1], "said so", now)
+        case "job":
+            watch.cluster_job(rest[0], rest[1], now, now)
         case "forget" | "forget_node":
             getattr(watch, kind)(*rest)
         case _:

@@ -10,7 +10,7 @@ from rrl.health.guards import detect
 from rrl.health.progress import PROGRESS_DETECTORS
 from rrl.spec.jobview import Limits, PhaseView
 from rrl.spec.phases import PHASES, Phase
-from rrl.spec.words import Cause, Life, NodeName, Remedy
+from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
 from rrl.tests.health.traces import (
     LIMITS,
     ROLLOUT,
@@ -41,7 +41,6 @@ def one_rollout(phase: str = "generate") -> Trace:
     [
         (1, None, "exited", "exited with code 1; exited"),
         (None, 9, "signalled", "ended by signal 9 (SIGKILL); signalled"),
-        (None, 15, "asked", "ended by signal 15 (SIGTERM); asked"),  # by somebody else than us
         (None, 35, "signalled", "ended by signal 35 (unnamed); signalled"),
         (None, None, "not started: no such file", "not started: no such file"),
         (None, None, "launcher died", "launcher died"),
@@ -54,6 +53,14 @@ def test_an_exit_record_is_proof_at_once(code: int | None, signal: int | None, w
     assert fail("exit_record", ROLLOUT) in trace.found()
     assert (finding.proof, finding.cause, finding.remedy) == (True, Cause.PROCESS, Remedy.RESTART)
     assert finding.evidence[0].text == text
+
+
+def test_a_signal_that_is_not_ours_is_a_failure_once_the_cluster_has_had_time_to_say_that_it_preempts() -> None:
+    trace = one_rollout()
+    trace.watch.step_ended(ROLLOUT, None, 15, "asked", trace.now)
+    assert trace.findings() == []
+    finding = trace.only(trace.now + 4 * LIMITS.beat)
+    assert (finding.proof, finding.evidence[0].text) == (True, "ended by signal 15 (SIGTERM); asked")
 
 
 def test_an_exit_of_who_was_asked_to_stop_is_no_failure() -> None:
@@ -222,6 +229,55 @@ def test_a_launch_without_hello_fails_after_the_join_limit_and_not_before() -> N
     trace.play(LIMITS.join)
     assert trace.found(before(due)) == set()
     assert trace.found(due) == {fail("never_joined", ROLLOUT)}
+
+
+SHADOW = Life(ReplicaId("shadow/n1"), 3)
+ADOPT = 4 * LIMITS.beat
+
+
+def adopted() -> Trace:
+    """A shadow of n1, which stood by, was told to become the trainer."""
+    trace = Trace().node("n1", SHADOW, phase="standby")
+    trace.play(2 * PHASES["generate"].longest)
+    assert trace.found() == set(), "it may do nothing for ever"
+    trace.watch.launched(TRAINER, NodeName("n1"), trace.now, SHADOW, ADOPT)
+    return trace
+
+
+def test_a_shadow_that_is_not_heard_as_what_it_became_fails_long_before_a_launch_would() -> None:
+    trace = adopted()
+    due = trace.now + ADOPT
+    trace.play(ADOPT)
+    assert trace.found(before(due)) == set()
+    assert trace.found(due) == {fail("adopt_overdue", TRAINER)}
+    (finding,) = trace.findings()
+    assert finding.evidence[0].text == "shadow/n1#3 on n1 was told to become it, and no Hello came within 4 s"
+    assert trace.watch.replicas.keys() == {TRAINER.replica, agent_of("n1").replica}, "the shadow is no more"
+
+
+def test_nobody_is_told_to_wait_longer_for_it_because_its_step_lives() -> None:
+    trace = adopted()
+    alive(trace, 2 * ADOPT)
+    trace.watch.step_alive(TRAINER, trace.now)
+    assert trace.found() == {fail("adopt_overdue", TRAINER)}
+
+
+def test_a_shadow_whose_step_ends_before_it_was_heard_fails_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = adopted()
+    trace.watch.step_ended(TRAINER, None, 9, "signalled", trace.now)
+    assert trace.found() == {fail("exit_record", TRAINER)}
+
+
+def test_heard_as_what_it_became_it_is_judged_as_any_other() -> None:
+    trace = adopted()
+    trace.play(LIMITS.beat)
+    trace.watch.joined(TRAINER, NodeName("n1"), "starting", trace.now)
+    trace.play(2 * ADOPT)
+    assert trace.found() == set()
+    trace.watch.restart(trace.now)
+    trace.silent.add(TRAINER)
+    trace.play(2 * ADOPT)
+    assert trace.found() == set(), "after a manager's pause it has as long to be heard as any"
 
 
 def alive(trace: Trace, seconds: float) -> None:
@@ -520,8 +576,9 @@ def test_evidence_and_since_carry_no_running_seconds() -> None:
 
 def test_every_detector_is_in_the_ladder_best_evidence_first() -> None:
     names = [detector.__name__ for detector in PROGRESS_DETECTORS]
-    assert names[:5] == ["exit_record", "step_gone", "never_left", "never_joined", "worker_silence"]
-    assert set(names[5:]) == {"agent_silence", "no_progress", "phase_overdue", "wait_overdue", "idle"}
+    proofs_first = ["exit_record", "step_gone", "never_left", "adopt_overdue", "never_joined", "worker_silence"]
+    assert names[:6] == proofs_first
+    assert set(names[6:]) == {"agent_silence", "no_progress", "phase_overdue", "wait_overdue", "idle"}
 
 
 # ── a new manager ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -34,7 +34,8 @@ class Target(Struct, frozen=True):
 
     @property
     def weights(self) -> bool:
-        return self.name.startswith(("trainer", "rollout"))
+        """Its ports are of the weight plane, or of snapshots, where the same is said first."""
+        return self.name.startswith(("trainer", "rollout", "agent"))
 
 
 class Cost(Struct, frozen=True):

@@ -18,11 +18,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.roles.snapshots.shape import SnapshotError
 from rrl.roles.trajectories.types import Answer, GetCommitted, NotYet
 from rrl.spec.words import Life, NodeName, ReplicaId
 from rrl.tests.hostile import attacks
 from rrl.tests.hostile.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
 from rrl.tests.hostile.victim import SIZE
+from rrl.tests.roles.snapshots.keeping import member
 from rrl.tests.transport.proxy import Proxy
 from rrl.tests.transport.weights.source import VERSION, content
 from rrl.transport.control import Address, Dialer
@@ -58,7 +60,8 @@ class Victim:
 
     @property
     def weights(self) -> bool:
-        return self.kind in ("tcp", "ucx")
+        """Proofs and bounds of the weight plane, which snapshots share."""
+        return self.kind in ("tcp", "ucx", "snapshots")
 
     @property
     def port(self) -> tuple[str, int]:
@@ -71,6 +74,9 @@ class Victim:
 
     async def serve_a_member(self) -> None:
         """A member of the run asks, and is answered."""
+        if self.kind == "snapshots":
+            await asyncio.to_thread(self._ask_what_is_kept)
+            return
         if self.weights:
             await self._pull()
             return
@@ -93,12 +99,25 @@ class Victim:
             await pipe.close()
         assert into == content(SIZE)
 
+    def _ask_what_is_kept(self) -> None:
+        deadline = time.monotonic() + SOON
+        with member(self.keys) as client:
+            while True:
+                try:
+                    assert client.available(self.endpoint) == []
+                    return
+                except SnapshotError:
+                    assert time.monotonic() < deadline
+
     def recorded(self) -> bytes:
         """Every byte that a member said while it was served."""
 
         async def record() -> bytes:
             async with Proxy(self.port[1]) as proxy:
-                if self.weights:  # its first words are all that is the same for tcp and for ucx's door
+                if self.kind == "snapshots":
+                    with member(self.keys) as client:
+                        await asyncio.to_thread(client.available, f"tcp://127.0.0.1:{proxy.port}")
+                elif self.weights:  # its first words are all that is the same for tcp and for ucx's door
                     pipe = open_pipe("tcp", self.keys.secret)
                     try:
                         if self.kind == "tcp":
@@ -131,7 +150,7 @@ async def dialling(victim: Victim, endpoint: str) -> AsyncIterator[Dialer]:
         await task
 
 
-@pytest.fixture(params=["manager", "store", "tcp", "ucx"], scope="module")
+@pytest.fixture(params=["manager", "store", "tcp", "ucx", "snapshots"], scope="module")
 def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     """One for all tests of a kind: each leaves it as it was, or fails."""
     if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
@@ -255,6 +274,10 @@ def test_a_member_of_another_run_is_not_answered(victim: Victim) -> None:
     other = RunKeys.make()
 
     async def ask() -> None:
+        if victim.kind == "snapshots":
+            with member(other) as client, pytest.raises(SnapshotError):
+                await asyncio.to_thread(client.available, victim.endpoint)
+            return
         if victim.weights:
             pipe = open_pipe(victim.kind, other.secret)
             try:

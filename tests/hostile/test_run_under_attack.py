@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from rrl.manager import events as ev
+from rrl.manager.state import Status
 from rrl.spec.launch import LAUNCH_ENV
 from rrl.spec.words import ReplicaId, Verdict
 from rrl.tests.hostile.assault import assault, targets
@@ -22,10 +23,12 @@ GROWTH = 0.05
 
 def test_an_attack_on_all_ports_of_a_run_has_no_effect_on_it(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 110))
-    before = lives(run.wait_steps(3))
-    victims = targets(run)
+    run.wait_steps(3)
+    before = lives(run.wait(lambda s: all(r.status is Status.JOINED for r in s.replicas.values() if r.believed)))
+    agents = [target for target in targets(run) if target.name.startswith("agent/")]
+    victims = [target for target in targets(run) if target not in agents[1:]]  # they are all alike
     named = {victim.name for victim in victims}
-    assert {"manager", "trajectories/0", "trainer/0", "rollout/0", "rollout/1"} <= named
+    assert {agents[0].name, "manager", "trajectories/0", "trainer/0", "rollout/0", "rollout/1"} <= named
     assault(run, victims, FIRST_FRAMES, HALF_OPEN)  # fills the pools of the libraries
     began = run.state().step
     costs = assault(run, victims, FRAMES, HALF_OPEN)

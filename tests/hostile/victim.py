@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rrl.roles.trajectories.types import NotYet, Request
+from rrl.tests.roles.snapshots.keeping import keeper
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport import wire
 from rrl.transport.control import Listener
@@ -47,12 +48,20 @@ async def _weights(keys: RunKeys, kind: str) -> None:
         await pipe.close()
 
 
+async def _snapshots(keys: RunKeys) -> None:
+    with keeper(keys) as kept:
+        print(kept.address, flush=True)
+        await asyncio.Event().wait()
+
+
 async def main() -> None:
     kind, keys = sys.argv[1], RunKeys.load(Path(sys.argv[2]))
     if kind == "manager":
         serving = _control(keys, Up, Admitted("answered", True), wire.TO_MANAGER)
     elif kind == "store":
         serving = _control(keys, Request, NotYet(), wire.TO_STORE)
+    elif kind == "snapshots":
+        serving = _snapshots(keys)
     else:
         serving = _weights(keys, kind)
     task = asyncio.create_task(serving)

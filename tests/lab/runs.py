@@ -22,7 +22,7 @@ from rrl.manager.journal import Follower, replay
 from rrl.manager.state import State, Status, workers
 from rrl.spec.launch import LAUNCH_ENV
 from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Life, Outcome, ReplicaId
+from rrl.spec.words import SHADOW, Life, Outcome, ReplicaId
 from rrl.tests.lab.slurm import SlurmLab
 
 DEADLINE = 120.0
@@ -110,6 +110,13 @@ class TestRun:
     def wait_end(self, within: float = DEADLINE) -> State:
         return self.wait(lambda state: state.outcome is not None, within)
 
+    def wait_resumed(self) -> None:
+        """Until the journal goes on after the run's end."""
+        until = time.monotonic() + DEADLINE
+        while self.state().outcome is not None:
+            assert time.monotonic() < until, self._account()
+            time.sleep(0.05)
+
     def wait_steps(self, steps: int) -> State:
         return self.wait(lambda state: state.step >= steps and all_work(state))
 
@@ -178,8 +185,9 @@ def all_work(state: State) -> bool:
 
 
 def lives(state: State) -> Lives:
-    """Life, pid and node of every worker and agent: what isolation is asserted on."""
-    return {r.id: (r.life, r.pid, r.node) for r in state.replicas.values() if r.status is not Status.RETIRED}
+    """Life, pid and node of every worker and agent: what isolation is asserted on. Shadows come and go."""
+    there = [r for r in state.replicas.values() if r.status is not Status.RETIRED and r.role != SHADOW]
+    return {r.id: (r.life, r.pid, r.node) for r in there}
 
 
 def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:

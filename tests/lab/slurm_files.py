@@ -39,6 +39,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     network: Network | None = None
     """of nodes with a network of their own; None: every node is this machine"""
     accounting: bool = False
+    preempting: int = 0
+    """s of grace that jobs of the partitions ``low`` and ``lowest`` have when ``main`` takes their nodes; 0: there is
+    only ``main``"""
     keeper: tuple[int, str] | None = None
     """pid and start time of the process whose end makes this lab abandoned; None: it stays until it is stopped"""
 

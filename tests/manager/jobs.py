@@ -38,6 +38,27 @@ def job(
     )  # fmt: skip
 
 
+def gang_job(
+    ranks: int = 4, per_node: int = 2, *, standbys: int = 0, warm: bool = True, rollouts: int = 3,
+    min_rollouts: int = 1, spares: int = 1, steps: int = 9, limits: Limits | None = None,
+    recovery: Recovery | None = None, faults: Sequence[Fault] = (),
+) -> JobView:  # fmt: skip
+    """The small job with a trainer of so many ranks, kept warm."""
+    small = job(
+        rollouts=rollouts, min_rollouts=min_rollouts, spares=spares, steps=steps, limits=limits, recovery=recovery,
+        faults=faults,
+    )  # fmt: skip
+    roles = tuple(
+        msgspec.structs.replace(one, ranks=ranks, per_node=per_node, warm=warm, standbys=standbys)
+        if one.name == "trainer" else one
+        for one in small.roles
+    )  # fmt: skip
+    nodes = pool_nodes(roles, NODE) + spares
+    return msgspec.structs.replace(
+        small, roles=roles, parts=(msgspec.structs.replace(small.parts[0], nodes=nodes, needed=nodes),)
+    )
+
+
 def in_parts(
     form: str = "replica", *, rollouts: int = 2, min_rollouts: int = 1, steps: int = 3, walltime: float = 86400.0,
     limits: Limits | None = None, recovery: Recovery | None = None, terms: dict[str, float] | None = None,

@@ -28,12 +28,14 @@ from rrl.manager.cluster import (
 from rrl.manager.events import Stamped
 from rrl.manager.journal import Journal
 from rrl.manager.lease import Lease
+from rrl.manager.mailbox import Letter
 from rrl.manager.state import State
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import JobView
 from rrl.spec.launch import ExitRecord, read_launch
+from rrl.spec.phases import STANDBY
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, Life, NodeName, Outcome, ReplicaId, Version, index_of, role_of
+from rrl.spec.words import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, Version, index_of, rank_of, role_of
 from rrl.tests.manager import virtual
 from rrl.transport import messages as msg
 from rrl.transport.control import Address, Incoming
@@ -41,7 +43,7 @@ from rrl.transport.keys import RunKeys
 
 WIRE = 0.01
 """s that a message takes"""
-_PHASE = {"trainer": "train", "rollout": "generate", "reward": "score"}
+_PHASE = {"trainer": "train", "rollout": "generate", "reward": "score", SHADOW: STANDBY}
 
 
 class Killed(BaseException):
@@ -61,6 +63,12 @@ class Site:
         self.launched: list[str] = []
         self.started: list[str] = []
         """of the launched, those that ran: on a dead node nothing does"""
+        self.became: list[str] = []
+        """shadow and life, of those that became one"""
+        self.doubled: list[str] = []
+        """what was requested or launched a second time (the executor would survive an error here)"""
+        self.worked: set[Life] = set()
+        """of roles, whether a manager heard of it or not"""
         self.dead_nodes: set[NodeName] = set()
         self.actors: dict[str, Actor] = {}
         """by step tag: everything that runs"""
@@ -82,6 +90,14 @@ class Site:
         self.blink = False
         """every second look misses allocations and steps, or cannot be read"""
         self.looks = 0
+        self.at_step: dict[int, Callable[[Site], None]] = {}
+        """what happens once so many steps are committed"""
+        self.drained: dict[NodeName, str] = {}
+        """nodes that nobody is given any more, and why"""
+        self.shrunk: list[NodeName] = []
+        """given back one by one"""
+        self.clock_jump = 0.0
+        """s by which the host's clock is wrong from now on"""
         self.meanwhile: Callable[[], None] = lambda: None
         """what happens while there is no manager"""
         self.gap = 1.0
@@ -137,8 +153,10 @@ class Site:
 
     # ── the cluster ──────────────────────────────────────────────────────────────────────────────────────────────────
     def request(self, ask: Ask) -> None:
-        assert ask.tag not in self.granted, f"{ask.tag} was requested twice"
-        nodes = [node for node in self.free if node not in ask.exclude and node not in self.dead_nodes][: ask.count]
+        if ask.tag in self.granted:
+            self.doubled.append(ask.tag)
+        kept_back = {*ask.exclude, *self.dead_nodes, *self.drained}
+        nodes = [node for node in self.free if node not in kept_back][: ask.count]
         if len(nodes) < ask.count:
             raise Refused("not enough nodes")
         self.free = [node for node in self.free if node not in nodes]
@@ -151,8 +169,17 @@ class Site:
             for actor in [actor for actor in self.actors.values() if actor.node == node]:
                 actor.vanish()
 
+    def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        given_back = [node for node in self.allocations.get(tag, ()) if node in nodes]
+        self.allocations[tag] = tuple(node for node in self.allocations[tag] if node not in nodes)
+        self.free += given_back
+        self.shrunk += given_back
+        for actor in [actor for actor in self.actors.values() if actor.node in given_back]:
+            actor.vanish()
+
     def launch(self, step: Step) -> None:
-        assert step.tag not in self.launched, f"{step.tag} was launched twice"
+        if step.tag in self.launched:
+            self.doubled.append(step.tag)
         self.launched.append(step.tag)
         if step.node not in self.allocations.get(step.allocation, ()):
             raise Refused(f"{step.node} is not in {step.allocation}")
@@ -165,8 +192,12 @@ class Site:
         if self.blink and self.looks % 2:
             return Observed({}, {}, {}) if self.looks % 4 == 1 else Observed(None, None, None, "timed out")
         seen = {tag: AllocationSeen(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
-        nodes = {node: NodeSeen(NodeState.UP) for held in self.allocations.values() for node in held}
+        nodes = {node: self._node(node) for held in self.allocations.values() for node in held}
         return Observed(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
+
+    def _node(self, node: NodeName) -> NodeSeen:
+        reason = self.drained.get(node)
+        return NodeSeen(NodeState.UP) if reason is None else NodeSeen(NodeState.DRAINING, f"drained: {reason}")
 
     # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -176,23 +207,50 @@ class Site:
         return task
 
     def working(self) -> dict[ReplicaId, list[Actor]]:
-        """Living workers by replica, agents left out."""
+        """Living workers by replica, agents and shadows left out."""
         found: dict[ReplicaId, list[Actor]] = {}
         for actor in self.actors.values():
-            if actor.working and role_of(actor.life.replica) != AGENT:
+            if actor.working and actor.role not in (AGENT, SHADOW):
                 found.setdefault(actor.life.replica, []).append(actor)
         return found
 
     def all_work(self) -> bool:
-        return len(self.working()) == sum(role.replicas for role in self.job.roles)
+        return len(self.working()) == sum(role.replicas * role.ranks for role in self.job.roles)
 
     def commit(self) -> None:
         self.committed += 1
         if self.committed == self.crash_at:
             self.crash(self.working()[ReplicaId("rollout/1")][-1].node)
         if self.committed == self.cancel_at:
-            letter = msgspec.json.encode({"command": "cancel", "by": "ada"})
-            write_atomically(self.run.mailbox / "letter.json", letter)
+            self.order("cancel")
+        if (happens := self.at_step.get(self.committed)) is not None:
+            happens(self)
+
+    def order(self, command: str, **more: Any) -> None:
+        """Somebody writes a letter to whoever manages."""
+        letter = {"command": command, "by": "ada", **more}
+        write_atomically(self.run.mailbox / f"{command}.json", msgspec.json.encode(letter))
+
+    def resume(self, job: JobView) -> None:
+        """Somebody has the run that has ended go on, with this job."""
+        self.job = job
+        letter = Letter("resume", "ada", job=job)
+        write_atomically(self.run.mailbox / "resume.json", msgspec.json.encode(letter))
+
+    def when(self, holds: Callable[[], bool], then: Callable[[], None]) -> None:
+        """``then``, as soon as it holds."""
+
+        async def wait() -> None:
+            while not holds():
+                await asyncio.sleep(0.5)
+            then()
+
+        self.spawn(wait())
+
+    def idle_node(self) -> NodeName:
+        """A node of ours on which no role works."""
+        busy = {actor.node for actor in self.actors.values() if actor.role not in (AGENT, SHADOW)}
+        return next(node for held in self.allocations.values() for node in held if node not in busy)
 
     def crash(self, node: NodeName) -> None:
         self.dead_nodes.add(node)
@@ -221,10 +279,12 @@ class Mortal:
 
 
 class Actor:
-    """A step: its first process and its worker in one, or an agent."""
+    """A step: its first process and its worker in one, or an agent. ``life`` is what its worker is; a first process
+    goes on to speak as what it was ``launched`` as."""
 
     def __init__(self, site: Site, tag: str, life: Life, node: NodeName) -> None:
         self.site, self.tag, self.life, self.node = site, tag, life, node
+        self.launched = life
         self.peer = tag.encode()
         self.working = False
         self.done = 0
@@ -244,7 +304,7 @@ class Actor:
             listener = self.site.listener
             if listener is not None and listener is not self._known:  # a new manager: nothing said before counts
                 self._known = listener
-                self._say(self._ended or msg.Wanted(self.life, self.tag, self.node, 1))
+                self._say(self._ended or msg.Wanted(self.launched, self.tag, self.node, 1))
                 if self.working:
                     self._greet()
             elif self.working:
@@ -260,8 +320,17 @@ class Actor:
             elif not self._admitted:
                 self._admitted = True
                 self.site.spawn(self._work())
+        elif isinstance(message, msg.Become):
+            if self.role == SHADOW and (message.shadow, message.tag) == (self.life, self.tag):
+                self.life = message.life
+                self._works()
+                self.site.became.append(f"{message.shadow} {message.life}")
+                self._greet()
+                if rank_of(self.life.replica) == 0:
+                    self.site.spawn(self._train())
         elif isinstance(message, msg.Fenced):
-            self._end("unwanted")
+            if message.life == self.life:  # an agent is told of others, too
+                self._end("unwanted")
         elif isinstance(message, msg.Stop):
             self._end("asked")
         elif isinstance(message, msg.Inject):
@@ -276,13 +345,19 @@ class Actor:
         if self._ended is not None or self.tag not in self.site.actors:
             return
         self.working = True
+        self._works()
         self._greet()
         if self.role == "trainer":
-            await self._train()
+            if rank_of(self.life.replica) == 0:
+                await self._train()
         elif any(role.name == self.role and role.kind == "command" for role in self.site.job.roles):
             await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.life.replica))))
             self._say(msg.Goodbye(self.life))
             self._end("exited")
+
+    def _works(self) -> None:
+        if self.role not in (AGENT, SHADOW):
+            self.site.worked.add(self.life)
 
     async def _train(self) -> None:
         """A step every two seconds, while there is everybody that it takes."""
@@ -307,6 +382,8 @@ class Actor:
             self._say(msg.AgentBeat(self.life, self.node))
         else:
             self._say(msg.Beat(self.life, _PHASE.get(self.role, "serve"), self.done))
+            if self.done == 1 and self.role != SHADOW:
+                self._say(msg.FirstWork(self.life))
 
     def die(self) -> None:
         """SIGKILL of the worker: the first process leaves the record."""
@@ -317,9 +394,9 @@ class Actor:
             return
         signal = 9 if why == "signalled" else None
         code = None if signal else 0
-        record = ExitRecord(self.tag, self.life, self.node, code, signal, why, 0.0)
+        record = ExitRecord(self.tag, self.launched, self.node, code, signal, why, 0.0)
         write_atomically(self.site.run.exit_file(self.tag), msgspec.json.encode(record))
-        self._ended = msg.StepExit(self.life, self.tag, code, signal, why)
+        self._ended = msg.StepExit(self.launched, self.tag, code, signal, why)
         self._say(self._ended)
         self.vanish()
 
@@ -409,13 +486,20 @@ class FakeCluster:
         await self._on_the_way()
 
     async def drain(self, node: NodeName, reason: str) -> None:
-        raise Refused("not here")
+        await self._there()
+        self._site.drained[node] = reason
+        await self._back()
 
     async def undrain(self, node: NodeName, reason: str) -> None:
-        raise Refused("not here")
+        await self._there()
+        if self._site.drained.get(node) == reason:
+            del self._site.drained[node]
+        await self._back()
 
     async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
-        raise Refused("not here")
+        await self._there()
+        self._site.shrink(tag, nodes)
+        await self._back()
 
     async def harm(self, fault: Fault) -> str:
         raise Refused("not here")
@@ -490,6 +574,11 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runtime, "Journal", MortalJournal)
     patch.setattr(runtime, "Lease", MortalLease)
     patch.setattr(runtime, "Listener", Listening)
-    patch.setattr(runtime, "time", virtual.Clock)
+    class HostClock(virtual.Clock):
+        @staticmethod
+        def time() -> float:
+            return virtual.Clock.time() + mortals.clock_jump
+
+    patch.setattr(runtime, "time", HostClock)
     patch.setattr(lease, "time", virtual.Clock)
     assert not hasattr(executor, "time")

@@ -1,34 +1,36 @@
 """The manager may die over any record; the run ends as if it had not, with nothing doubled and nothing left behind.
 
-The real manager (journal, lease, settling, executor, detectors, planner) runs in :class:`Site` in virtual time: a
-rollout is killed by a planned fault, a node dies and is replaced by another allocation, the run completes.
+The real manager (journal, lease, settling, executor, detectors, planner) runs in :class:`Site` in virtual time. The
+scripts together hold every action and decision: rollouts and members of a gang are killed, nodes die and are replaced,
+people order, the whole run restarts, ends, and is resumed.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from msgspec import Struct
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Outside, Release, Request, StopStep
+from rrl.manager.actions import Decision, Fence, Launch, Outside, Release, Request, StopStep
 from rrl.manager.fold import fold
 from rrl.manager.journal import read_state, replay
 from rrl.manager.state import State, Status, workers
 from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.jobview import JobView, Limits
+from rrl.spec.jobview import JobView, Limits, Recovery
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Outcome
+from rrl.spec.words import AGENT, SHADOW, Outcome, ReplicaId, role_of
 from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, in_parts, job
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, in_parts, job
 from rrl.tests.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
@@ -38,6 +40,9 @@ JOB = job(spares=0, limits=LIMITS, faults=[FAULT])
 PARTS = in_parts(limits=LIMITS, faults=[FAULT])
 KEYS = RunKeys.make()
 R0, R1 = ROLLOUTS
+MEMBER = ReplicaId("trainer/0.1")
+SPARSE = 13
+"""only each so-manieth record in `make test` where another script enumerates them all"""
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +51,13 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
+ELSEWHERE: set[type] = {ev.ManagerStopped, ev.Ordered}
+"""records of which nothing is done that others do not lead to as well"""
+
+
 class Script(Struct, frozen=True):
-    """What happens in a run, and how it ends."""
+    """What happens in a run, and how it ends. ``at_step``: once so many steps are committed. ``resumed``: the job with
+    which a person has it go on when it has ended."""
 
     outcome: Outcome
     granted: int
@@ -55,11 +65,53 @@ class Script(Struct, frozen=True):
     crash_at: int = -1
     cancel_at: int = -1
     job: JobView = JOB
+    at_step: dict[int, Callable[[Site], None]] = {}
+    resumed: JobView | None = None
+
+
+def _dies(id: ReplicaId) -> Callable[[Site], None]:
+    return lambda site: site.working()[id][0].die()
+
+
+def _orders(command: str, **more: Any) -> Callable[[Site], None]:
+    return lambda site: site.order(command, **more)
+
+
+def _loses_a_node(site: Site) -> None:
+    site.crash(site.working()[R1][-1].node)
+
+
+def _drained_and_used_again(site: Site) -> None:
+    """An idle node is drained, and as soon as it is, a person wants it back."""
+    node = site.idle_node()
+    site.order("drain", target=node, reason="its fan is loud")
+    site.when(lambda: node in site.drained and node in site.shrunk, lambda: site.order("undrain", target=node))
 
 
 COMPLETES = Script(Outcome.COMPLETED, granted=2, crash_at=2)
 IN_PARTS = Script(Outcome.COMPLETED, granted=5, crash_at=2, job=PARTS)
 IS_CANCELLED = Script(Outcome.CANCELLED, granted=1, cancel_at=2)
+_GANG = msgspec.structs.replace(gang_job(2, 1, rollouts=2, spares=2, steps=8, limits=LIMITS), cluster="slurm")
+IS_REPAIRED = Script(
+    Outcome.COMPLETED, granted=1, job=_GANG,
+    at_step={2: _orders("restart", target=R0), 3: _dies(MEMBER), 5: _drained_and_used_again, 7: _loses_a_node},
+)  # fmt: skip
+RESTARTS_WHOLE = Script(
+    Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="job")),
+    at_step={2: _dies(R0)},
+)  # fmt: skip
+IS_REQUEUED = Script(
+    Outcome.COMPLETED, granted=2, job=job(spares=0, limits=LIMITS, recovery=Recovery(policy="requeue")),
+    at_step={2: _dies(R0)},
+)  # fmt: skip
+IS_RESUMED = Script(
+    Outcome.COMPLETED, granted=2, cancel_at=2, job=job(spares=0, limits=LIMITS),
+    resumed=job(spares=0, limits=LIMITS, steps=4),
+)  # fmt: skip
+SCRIPTS = {
+    "completes": COMPLETES, "is cancelled": IS_CANCELLED, "in parts": IN_PARTS, "is repaired": IS_REPAIRED,
+    "restarts whole": RESTARTS_WHOLE, "is requeued": IS_REQUEUED, "is resumed": IS_RESUMED,
+}  # fmt: skip
 
 
 def lived(
@@ -73,10 +125,16 @@ def lived(
 
         async def live() -> tuple[Site, Outcome]:
             site = Site(run, script.job, 8, script.crash_at, script.cancel_at)
+            site.at_step = dict(script.at_step)
             prepared(site)
             prepare(site, patch)
             outcome = await site.manage()
+            if script.resumed is not None:
+                await site.to_rest()
+                site.resume(script.resumed)
+                outcome = await site.manage()
             assert site.actors == {}, "steps that outlived the run"
+            assert site.doubled == [], "requested or launched twice"
             await site.to_rest()
             return site, outcome
 
@@ -97,64 +155,126 @@ def starts(site: Site) -> Counter[str]:
 
 
 def assert_ended_well(script: Script, site: Site, outcome: Outcome, state: State) -> None:
-    assert (outcome, state.outcome) == (script.outcome, script.outcome)
-    assert (site.allocations, state.allocations, state.intents) == ({}, {}, {})
-    assert sorted(site.free) == [f"n{i}" for i in range(1, 9)]
-    assert list(site.run.mailbox.glob("*")) == []
-    assert len(site.granted) == script.granted, site.granted
+    _assert_over(script, site, outcome, state)
     started = starts(site)
     assert started.pop("rollout-0") in (1, 2)  # 1: the planned fault died with its manager
     for node in range(1, 6):  # 0: the launch died with its manager, and the run was over before it was made up for
         assert started.pop(f"agent-n{node}", 0) in (0, 1)
     again = 1 + (script.crash_at >= 0)
     assert started == {"trajectories-0": 1, "reward-0": 1, "trainer-0": 1, "rollout-1": again}
+
+
+def _assert_over(script: Script, site: Site, outcome: Outcome, state: State) -> None:
+    assert (outcome, state.outcome) == (script.outcome, script.outcome)
+    assert (site.allocations, state.allocations, state.intents) == ({}, {}, {})
+    assert sorted(site.free) == [f"n{i}" for i in range(1, 9)]
+    assert list(site.run.mailbox.glob("*")) == []
+    assert len(site.granted) == script.granted, site.granted
     if script.outcome is Outcome.COMPLETED:
-        assert state.step == script.job.steps
+        assert state.step == site.job.steps
 
 
-@pytest.fixture(
-    scope="module", params=[COMPLETES, IS_CANCELLED, IN_PARTS], ids=["completes", "is cancelled", "in parts"]
-)
-def unharmed(request: pytest.FixtureRequest) -> tuple[Script, list[ev.Stamped]]:
+def _worked(site: Site) -> dict[ReplicaId, int]:
+    """How many lives of each role's replica worked."""
+    return dict(Counter(life.replica for life in sorted(site.worked)))
+
+
+def _facts(site: Site, state: State) -> dict[str, object]:
+    """What must be the same at the end, whoever managed."""
+    return {
+        "orders taken": sorted(state.commands),
+        "orders left": (state.restarts, state.marks, state.ordered),
+        "drained": sorted(site.drained),
+        "given back": sorted(site.shrunk),
+        "excluded": sorted(name for name, node in state.nodes.items() if node.excluded is not None),
+        "restarts of the whole": len(state.wholes),
+        "statuses": {one.id: one.status for one in workers(state)},
+    }
+
+
+def _assert_same_end(script: Script, site: Site, outcome: Outcome, state: State, unharmed: Unharmed) -> None:
+    """A life whose launch died with its manager is made up for by the next one: one more, never one less."""
+    if not script.at_step and script.resumed is None:
+        assert_ended_well(script, site, outcome, state)
+        return
+    _assert_over(script, site, outcome, state)
+    assert _facts(site, state) == unharmed.facts
+    worked = _worked(site)
+    assert worked.keys() == unharmed.worked.keys()
+    for replica, lives in unharmed.worked.items():
+        together = script is not IS_REPAIRED or lives > 1  # whoever fails with others may fail once more with them
+        assert lives <= worked[replica] <= lives + together, (replica, worked)
+
+
+class Unharmed(Struct):
     """A run whose manager lives."""
-    script: Script = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda fd: None)
-        site, outcome, state = lived(script)
-    assert site.managers == 1
-    assert_ended_well(script, site, outcome, state)
-    assert starts(site)["rollout-0"] == 2
-    return script, site.records
+
+    script: Script
+    records: list[ev.Stamped]
+    facts: dict[str, object]
+    worked: dict[ReplicaId, int]
 
 
-Unharmed = tuple[Script, list[ev.Stamped]]
+@functools.cache
+def unharmed(name: str) -> Unharmed:
+    script = SCRIPTS[name]
+    site, outcome, state = lived(script)
+    assert site.managers == 1 + (script.resumed is not None)
+    _assert_over(script, site, outcome, state)
+    return Unharmed(script, site.records, _facts(site, state), _worked(site))
 
 
-def test_the_scripts_hold_everything_that_a_crash_could_hit(unharmed: Unharmed) -> None:
-    kinds = {type(stamped.event) for stamped in unharmed[1]}
-    assert {ev.Intended, ev.Decided, ev.Done, ev.Admitted, ev.Joined, ev.StepEnded, ev.FindingChanged, ev.FaultInjected,
-            ev.AllocationChanged, ev.StepCommitted, ev.RunEnded} <= kinds  # fmt: skip
-    outside = {type(s.event.action) for s in unharmed[1] if isinstance(s.event, ev.Intended)}
-    assert outside == set(get_args(Outside))
+def test_the_scripts_hold_everything_that_a_crash_could_hit() -> None:
+    events = [stamped.event for name in SCRIPTS for stamped in unharmed(name).records]
+    assert {type(event) for event in events} >= set(get_args(ev.Event)) - ELSEWHERE
+    assert {type(event.action) for event in events if isinstance(event, ev.Intended)} == set(get_args(Outside))
+    assert {type(event.action) for event in events if isinstance(event, ev.Decided)} == set(get_args(Decision))
+    launches = [e.action for e in events if isinstance(e, ev.Intended) and isinstance(e.action, Launch)]
+    assert {(role_of(one.life.replica), one.shadow is not None) for one in launches} >= {
+        (AGENT, False), (SHADOW, False), ("trainer", False), ("trainer", True)
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_manager_that_dies_over_any_record_changes_nothing_about_the_end(unharmed: Unharmed, before: bool) -> None:
+def test_a_script_in_which_nobody_dies_hurts_only_whom_it_means() -> None:
+    for name in ("completes", "is cancelled", "in parts"):
+        site, outcome, state = lived(SCRIPTS[name])
+        assert_ended_well(SCRIPTS[name], site, outcome, state)
+        assert starts(site)["rollout-0"] == 2
+    repaired = unharmed("is repaired").worked
+    assert repaired == {STORE: 1, REWARD: 1, TRAINER: 2, MEMBER: 2, R0: 2, R1: 2}
+
+
+def _die_over(name: str, before: bool, numbers: Iterable[int]) -> None:
     """Before it is written: what was done by then is done, its result is lost, and so is what was not yet durable.
     After: what the record says is to be done has not been done yet."""
-    script, records = unharmed
-    for kill_at in range(1, len(records) + 1):
+    whole = unharmed(name)
+    for kill_at in numbers:
 
         def doomed(site: Site, at: int = kill_at) -> None:
             site.kill_at, site.before = at, before
 
         try:
-            site, outcome, state = lived(script, doomed)
-            assert site.managers == 2
-            assert_ended_well(script, site, outcome, state)
+            site, outcome, state = lived(whole.script, doomed)
+            assert site.managers == 2 + (whole.script.resumed is not None)
+            _assert_same_end(whole.script, site, outcome, state, whole)
         except BaseException as error:
-            error.add_note(f"killed at record {kill_at}: {records[kill_at - 1]}")
+            error.add_note(f"killed {'before' if before else 'after'} record {kill_at}: {whole.records[kill_at - 1]}")
             raise
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_manager_that_dies_over_a_record_changes_nothing_about_the_end(name: str, before: bool) -> None:
+    enumerated = name == "completes" and not before
+    numbers = range(1, len(unharmed(name).records) + 1)
+    _die_over(name, before, numbers if enumerated else numbers[before :: SPARSE])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_manager_that_dies_over_any_record_changes_nothing_about_the_end(name: str, before: bool) -> None:
+    _die_over(name, before, range(1, len(unharmed(name).records) + 1))
 
 
 @pytest.mark.parametrize("kill_every", [14, 19, 31])
@@ -170,6 +290,28 @@ def test_a_manager_that_is_away_for_long_misses_nothing() -> None:
 
     site, outcome, state = lived(prepared=away)
     assert_ended_well(COMPLETES, site, outcome, state)
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_the_hosts_clock_may_jump_by_an_hour_between_two_managers_and_nothing_is_doubled(hours: int) -> None:
+    records = unharmed("completes").records
+    for kill_at in range(1, len(records) + 1, 2 * SPARSE):
+
+        def jumping(site: Site, at: int = kill_at) -> None:
+            site.kill_at, site.meanwhile = at, lambda: setattr(site, "clock_jump", 3600.0 * hours)
+
+        site, outcome, state = lived(prepared=jumping)
+        assert_ended_well(COMPLETES, site, outcome, state)
+        times = [stamped.at for stamped in site.records]
+        assert times == sorted(times), "a manager's time went back"
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_the_hosts_clock_may_jump_by_an_hour_under_a_manager_and_no_record_is_another(hours: int) -> None:
+    def jumping(site: Site) -> None:
+        site.at_step[1] = lambda site: setattr(site, "clock_jump", 3600.0 * hours)
+
+    assert lived(prepared=jumping)[0].records == lived()[0].records
 
 
 def test_a_cluster_whose_answers_are_lost_does_everything_once() -> None:

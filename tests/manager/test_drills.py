@@ -9,7 +9,7 @@ from rrl.manager.actions import Perform
 from rrl.manager.state import Status
 from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.words import ReplicaId
-from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, job
+from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
 from rrl.tests.manager.world import World
 
 R0, R1 = ROLLOUTS
@@ -90,6 +90,15 @@ def test_what_an_agent_must_do_waits_for_the_agent_and_what_a_role_does_itself_d
     assert performed(world) == ["i2"]
     world.play(at_most=60.0)
     assert performed(world) == ["i2", "i1"]
+
+
+def test_a_shadow_can_be_hit_too() -> None:
+    world = World(gang_job(1, 1)).steady().warmed()
+    shadow = ReplicaId(f"shadow/{world.node_of(TRAINER)}")
+    order(world, Fault("i1", FaultKind.KILL, shadow, At(step=1), by="ada"))
+    world.wait(30.0)
+    assert performed(world) == ["i1"]
+    assert (world.state.replica(shadow).incarnation, world.incarnations()[TRAINER]) == (2, 1)
 
 
 def test_a_thousand_faults_to_come_are_not_looked_at_one_by_one_against_all_that_were() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -87,6 +88,8 @@ class Bench:
         self.performed: list[Perform] = []
         self.adopted: list[Launch] = []
         self.lost = False
+        self.away = 0
+        """so many times the run directory cannot be read"""
         self.cannot_prepare: OSError | None = None
         self.told: list[float] = []
         self.executor = Executor(
@@ -109,6 +112,9 @@ class Bench:
         self.performed.append(action)
 
     def _check(self) -> None:
+        if self.away:
+            self.away -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
         if self.lost:
             raise LeaseLost("epoch 2 has begun")
 
@@ -230,6 +236,20 @@ def test_who_loses_the_lease_between_two_tries_does_not_try_again() -> None:
         bench.lost = True
 
     assert bench.carry_out(RELEASE, during=lose) == []
+    assert len(bench.cluster.asked) == 1
+
+
+@pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
+def test_while_the_run_directory_is_away_nothing_is_done_and_when_it_is_back_it_is_done_once(action: Outside) -> None:
+    bench = Bench()
+    bench.away = 3
+
+    async def look() -> None:
+        await asyncio.sleep(2.5 * AGAIN)
+        assert bench.cluster.asked == []
+        assert bench.executor.busy == {action.tag}, "nobody must take it for settled"
+
+    bench.carry_out(action, during=look)
     assert len(bench.cluster.asked) == 1
 
 

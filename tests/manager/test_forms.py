@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from rrl.manager import events as ev
@@ -10,6 +11,7 @@ from rrl.manager.asks import first_asks
 from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
 from rrl.manager.fold import fold
 from rrl.manager.planner.rooms import Rooms
+from rrl.manager.planner.terms import HOPELESS
 from rrl.manager.state import Status, workers
 from rrl.spec.jobview import JobView, Limits, Recovery
 from rrl.spec.words import AGENT, Outcome, ReplicaId, role_of
@@ -323,16 +325,37 @@ def test_a_heterogeneous_job_taken_from_the_queue_is_asked_for_under_other_names
 def test_a_first_request_that_can_never_be_met_ends_the_run_with_the_clusters_words(form: str) -> None:
     world = World(in_parts(form))
     world.hopeless["trainer"] = "PartitionConfig: no partition of this site has such nodes"
+    world.wait(170.0)
+    assert world.decided(Finish) == [], "while slurmdbd is away it is said of any"
     world.play(at_most=60.0)
     tag = TRAIN if form == "replica" else COMPONENTS[2]
     assert world.decided(Finish)[0].why.evidence == (f"{tag}: {world.hopeless['trainer']}",)
     assert_nothing_is_left(world, Outcome.REJECTED)
 
 
-def test_a_replacement_that_can_never_be_met_is_given_back_at_once_and_gone_on_without() -> None:
+def test_what_is_hopeless_must_be_so_all_the_time_and_not_only_look_so_again_and_again() -> None:
+    world = World(in_parts())
+    world.closed["trainer"] = "Priority"
+    world.play(at_most=5.0)
+    seen = world.state.allocations[TRAIN].seen
+    assert seen is not None
+    for _ in range(5):
+        for never in ("InvalidAccount", "InvalidQOS", ""):
+            world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, hopeless=never)))
+            world.wait(HOPELESS / 2 - 1.0)
+    assert world.decided(Finish) == []
+    for never in ("InvalidAccount", "InvalidQOS", "InvalidAccount", "InvalidQOS"):  # other words for the same
+        world.happen(ev.AllocationChanged(TRAIN, msgspec.structs.replace(seen, hopeless=never)))
+        world.wait(HOPELESS / 2 - 1.0)
+    assert world.decided(Finish)[0].outcome is Outcome.REJECTED
+
+
+def test_a_replacement_that_can_never_be_met_is_given_back_and_gone_on_without() -> None:
     world = World(in_parts()).steady()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
+    world.wait(170.0)
+    assert world.decided(Release) == [], "while slurmdbd is away it is said of any"
     world.play(at_most=60.0)
     assert [one.allocation for one in world.decided(Release)] == [f"{RUN}.rollout-2"]
     assert world.state.replica(R0).status is Status.RETIRED
@@ -344,7 +367,7 @@ def test_one_that_was_gone_on_without_for_want_of_nodes_is_asked_for_again_after
     world = World(in_parts()).steady()
     world.hopeless["rollout"] = "BadConstraints"
     world.drop(FIRST)
-    world.wait(1500.0)
+    world.wait(1500.0 + 2 * HOPELESS)
     assert len(requests(world)) - 4 == 3  # at once, and twice after a window of 600 s
     world.hopeless = {}
     world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=700.0)
@@ -355,7 +378,7 @@ def test_a_replacement_that_can_never_be_met_ends_the_run_where_the_role_cannot_
     world = World(in_parts()).steady()
     world.hopeless["trainer"] = "BadConstraints"
     world.drop(TRAIN)
-    world.play(at_most=60.0)
+    world.play(at_most=HOPELESS + 60.0)
     assert world.decided(Finish)[0].why.evidence == (f"{RUN}.trainer-1: BadConstraints", "trainer/0 has no node")
     assert_nothing_is_left(world, Outcome.FAILED)
 

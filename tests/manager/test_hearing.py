@@ -15,7 +15,7 @@ from rrl.manager.actions import Finish, Launch, Request, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
 from rrl.manager.fold import fold
 from rrl.manager.hearing import Ear
-from rrl.manager.state import State
+from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitRecord, tag_of
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Version
@@ -44,15 +44,17 @@ class Hearing:
         self.run.create()
         self.events: list[ev.Event] = []
         self.sent: list[Any] = []
+        self.sent_to: list[tuple[bytes, Any]] = []
         self.state: State | None = None
         self.steps: dict[str, bytes] = {}
+        self.watch = Watch()
         for event in (ev.RunStarted(RUN, job()), *events):
-            self._fold(event)
+            self.fold(event)
         self._listen()
 
     def _listen(self) -> None:
         self.ear = Ear(
-            self.run, Watch(), self._now_state, self._record, self._send, lambda: 100.0,
+            self.run, self.watch, self._now_state, self._record, self._send, lambda: 100.0,
             lambda life: msg.Welcome(life, msg.Peers(1, 1, {})), lambda tag: None, self.steps,
         )  # fmt: skip
 
@@ -60,17 +62,26 @@ class Hearing:
         """The answers to these messages, all said on one connection."""
         self.sent.clear()
         for message in messages:
-            asyncio.run(self.ear.hear(Incoming(peer, 1, message)))
+            asyncio.run(self.hear_now(message, peer))
         return list(self.sent)
+
+    async def hear_now(self, message: Any, peer: bytes) -> None:
+        await self.ear.hear(Incoming(peer, 1, message))
 
     def next_manager(self) -> None:
         """Another one takes over, with what the journal says and nothing else."""
-        self.steps = {}
+        self.steps, self.watch = {}, Watch()
+        for replica in self._now_state().replicas.values():
+            if replica.believed and replica.node is not None:
+                self.watch.launched(replica.life, replica.node, 100.0)
         self._listen()
 
-    def _fold(self, event: ev.Event) -> None:
+    def fold(self, event: ev.Event) -> None:
+        """What the manager itself decided; its detectors are told of launches."""
         seq = self.state.seq + 1 if self.state else 1
         self.state = fold(self.state, ev.Stamped(seq, 100.0, 1, event))
+        if isinstance(event, ev.Intended) and isinstance(event.action, Launch):
+            self.watch.launched(event.action.life, event.action.node, 100.0, event.action.shadow, 10.0)
 
     def _now_state(self) -> State:
         assert self.state is not None
@@ -78,10 +89,11 @@ class Hearing:
 
     def _record(self, event: ev.Event) -> None:
         self.events.append(event)
-        self._fold(event)
+        self.fold(event)
 
     async def _send(self, peer: bytes, message: Any, ask: int | None) -> None:
         self.sent.append(message)
+        self.sent_to.append((peer, message))
 
 
 @pytest.fixture
@@ -103,6 +115,18 @@ def test_a_process_that_nobody_wants_is_sent_away(hearing: Hearing, wanted: msg.
     (answer,) = hearing.hear(wanted)
     assert (answer.ok, bool(answer.why)) == (False, True)
     assert hearing.events == []
+
+
+def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its_launch_counts_as_refused(
+    hearing: Hearing,
+) -> None:
+    why = f"{STEP} runs on n9, and was launched on n1"
+    assert hearing.hear(msgspec.structs.replace(WANTED, node=NodeName("n9"))) == [msg.Admitted(STEP, False, why)]
+    assert hearing.events == [ev.Done(STEP, False, why)]
+    held = hearing.state.replica(R1.replica) if hearing.state else None
+    assert held is not None
+    assert (held.status, held.failures[-1].refused, held.first) == (Status.WANTED, True, None)
+    assert STEP not in hearing.steps
 
 
 def test_who_was_admitted_is_asked_to_leave_in_order_when_it_comes_back_to_a_run_that_is_ending(tmp_path: Path) -> None:

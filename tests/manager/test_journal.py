@@ -13,15 +13,12 @@ import pytest
 
 from rrl.manager import events as ev
 from rrl.manager import journal as journal_module
-from rrl.manager.actions import Launch, Why
 from rrl.manager.fold import fold
 from rrl.manager.journal import MAGIC, SCHEMA, Follower, Head, Journal, JournalError, _framed, read_state, replay
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName
-from rrl.tests.manager.jobs import RUN, TRAINER, job
-
-TRAINER_1 = Life(TRAINER, 1)
+from rrl.tests.manager.jobs import RUN
+from rrl.tests.manager.journal_writer import Writer
 
 
 @pytest.fixture
@@ -29,42 +26,6 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / RUN)
     run.create()
     return run
-
-
-class Writer:
-    """A journal, and the state and records that it should lead to."""
-
-    def __init__(self, run: RunDir, epoch: int = 1) -> None:
-        self.journal = Journal(run, epoch)
-        self.epoch = epoch
-        self.state = self.journal.state
-        self.written: list[ev.Stamped] = []
-
-    def write(self, *events: ev.Event) -> Writer:
-        for event in events:
-            seq = self.state.seq + 1 if self.state else 1
-            stamped = ev.Stamped(seq, float(seq), self.epoch, event)
-            self.journal.append(stamped)
-            self.state = fold(self.state, stamped)
-            self.written.append(stamped)
-        return self
-
-    def begin(self) -> Writer:
-        """Two records: after them the trainer is believed."""
-        launch = Launch(TRAINER_1, "step", "pool", NodeName("n1"), Why(("wanted",)))
-        return self.write(ev.RunStarted(RUN, job()), ev.Intended(launch)).flush()
-
-    def steps(self, *steps: int) -> Writer:
-        return self.write(*(ev.StepCommitted(TRAINER_1, step, {"reward": 0.5}) for step in steps))
-
-    def flush(self) -> Writer:
-        self.journal.flush()
-        return self
-
-    def rotate(self) -> Writer:
-        assert self.state is not None
-        self.journal.rotate(self.state)
-        return self
 
 
 def segments(run: RunDir) -> list[str]:

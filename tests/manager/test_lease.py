@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
 
 from rrl.manager import lease as lease_module
 from rrl.manager.lease import Lease, LeaseHeld, LeaseLost, holder
-from rrl.spec.rundir import RunDir
+from rrl.spec.rundir import RunDir, write_atomically
 from rrl.tests.manager import virtual
 
 PATIENCE = 10.0
@@ -84,7 +86,7 @@ _CLAIM = """
 import asyncio, sys
 from pathlib import Path
 from rrl.manager.lease import Lease, LeaseHeld
-from rrl.spec.rundir import RunDir
+from rrl.spec.rundir import RunDir, write_atomically
 sys.stdin.readline()
 try:
     print(asyncio.run(Lease.acquire(RunDir(Path(sys.argv[1])), 0.2)).epoch)
@@ -137,13 +139,14 @@ def test_a_holder_that_died_before_its_first_word_is_succeeded(run: RunDir) -> N
     assert waited >= PATIENCE
 
 
-def test_a_holder_that_begins_to_speak_while_it_is_watched_is_respected(run: RunDir) -> None:
+@pytest.mark.parametrize("share", [0.25, 0.9])
+def test_a_holder_that_begins_to_speak_while_it_is_watched_is_respected(run: RunDir, share: float) -> None:
     async def challenge() -> None:
         first = await Lease.acquire(run, PATIENCE)
         text = (run.epochs / "000001").read_bytes()
         (run.epochs / "000001").write_bytes(b"")
         rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
-        await asyncio.sleep(PATIENCE / 4)
+        await asyncio.sleep(share * PATIENCE)
         (run.epochs / "000001").write_bytes(text)
         await asyncio.sleep(PATIENCE / 4)
         first.renew()
@@ -170,17 +173,177 @@ def test_a_lease_that_is_released_while_it_is_watched_is_taken_soon(run: RunDir)
 
 
 def test_who_was_succeeded_may_neither_act_nor_renew(run: RunDir) -> None:
-    first = acquire(run)
-    first.check()
-    first.renew()
-    second = acquire(run)
-    for forbidden in (first.check, first.renew):
-        with pytest.raises(LeaseLost, match="epoch 2 has begun: another manager of small-1 took over"):
-            forbidden()
-    second.check()
+    async def succeed() -> None:
+        first = await Lease.acquire(run, PATIENCE)
+        first.check()
+        first.renew()
+        second = await Lease.acquire(run, PATIENCE)
+        for forbidden in (first.check, first.renew, first.heed):
+            with pytest.raises(LeaseLost, match="epoch 2 has begun: another manager of small-1 took over"):
+                forbidden()
+        second.check()
+        second.heed()
+
+    virtual.run(succeed())
     held = holder(run)
     assert held is not None
     assert held.counter == 0
+
+
+def test_who_is_renewed_looks_for_a_successor_only_then_and_who_was_frozen_at_once(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def freeze() -> list[int]:
+        first, looks = await Lease.acquire(run, PATIENCE), []
+        monkeypatch.setattr(Lease, "check", lambda lease: looks.append(1))
+        for pause in (0.0, 0.4, 0.2):
+            await asyncio.sleep(pause * PATIENCE)
+            first.heed()
+            looks.append(0)
+        return looks
+
+    assert virtual.run(freeze()) == [0, 0, 1, 0]
+
+
+def test_a_successor_that_comes_while_the_counter_is_moved_is_seen(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def renew() -> None:
+        first = await Lease.acquire(run, PATIENCE)
+
+        def slow(path: Path, data: bytes) -> None:
+            (run.epochs / "000002").touch()
+            write_atomically(path, data)
+
+        monkeypatch.setattr(lease_module, "write_atomically", slow)
+        with pytest.raises(LeaseLost):
+            first.renew()
+
+    virtual.run(renew())
+
+
+class Storage:
+    """``os.listdir`` of the epochs, or the reading of one, fails as long as ``away`` says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: str, number: int) -> None:
+        self.away = False
+        self.failed = 0
+        listdir, read = os.listdir, Path.read_bytes
+
+        def fail(folder: str) -> None:
+            if self.away and "/epochs" in folder:
+                self.failed += 1
+                raise OSError(number, os.strerror(number), folder)
+
+        def listing(path: Path) -> list[str]:
+            fail(str(path))
+            return listdir(path)
+
+        def reading(path: Path) -> bytes:
+            fail(str(path))
+            return read(path)
+
+        if what == "list":
+            monkeypatch.setattr(os, "listdir", listing)
+        else:
+            monkeypatch.setattr(Path, "read_bytes", reading)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("what", ["list", "read"])
+def test_time_in_which_the_lease_cannot_be_read_is_no_time_in_which_it_stood_still(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def outage() -> None:
+        first = await Lease.acquire(run, PATIENCE)
+        living = asyncio.create_task(live(first))
+        rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
+        await asyncio.sleep(PATIENCE / 20)
+        storage = Storage(monkeypatch, what, number)
+        storage.away = True
+        await asyncio.sleep(3 * PATIENCE)
+        assert storage.failed > 3
+        assert not rival.done()
+        storage.away = False
+        with pytest.raises(LeaseHeld, match="lives on"):
+            await rival
+        living.cancel()
+
+    virtual.run(outage())
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1, "said once"
+    assert "whether a manager of small-1 lives cannot be seen" in said[0]
+
+
+def test_a_silent_holder_is_succeeded_once_its_lease_can_be_read_again_for_long_enough(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire(run)
+
+    async def outage() -> float:
+        storage = Storage(monkeypatch, "read", errno.EIO)
+        for moment, away in ((PATIENCE / 3, True), (2 * PATIENCE, False)):
+            asyncio.get_running_loop().call_later(moment, setattr, storage, "away", away)
+        return (await seconds(Lease.acquire(run, PATIENCE)))[1]
+
+    assert 3 * PATIENCE <= virtual.run(outage()) < 3.5 * PATIENCE
+
+
+@pytest.mark.parametrize("flickers", [lambda look: look % 2 == 0, lambda look: look % 7 != 0], ids=["half", "mostly"])
+def test_a_lease_that_can_be_read_only_now_and_then_is_respected(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, flickers: Callable[[int], bool]
+) -> None:
+    async def challenge() -> None:
+        living = asyncio.create_task(live(await Lease.acquire(run, PATIENCE)))
+        looks, read = 0, lease_module._read
+
+        def torn(run: RunDir, epoch: int) -> lease_module.Holder | None:
+            nonlocal looks
+            looks += 1
+            return None if flickers(looks) else read(run, epoch)
+
+        monkeypatch.setattr(lease_module, "_read", torn)
+        with pytest.raises(LeaseHeld, match="lives on"):
+            await Lease.acquire(run, PATIENCE)
+        living.cancel()
+
+    virtual.run(challenge())
+
+
+def test_who_was_frozen_while_it_watched_begins_to_watch_anew(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder may have been frozen with it, by whatever stopped both."""
+
+    async def challenge() -> None:
+        first = await Lease.acquire(run, PATIENCE)
+        rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
+        await asyncio.sleep(PATIENCE / 10)
+        passed = virtual.Clock.monotonic
+        monkeypatch.setattr(virtual.Clock, "monotonic", staticmethod(lambda: passed() + 100 * PATIENCE))
+        await asyncio.sleep(PATIENCE / 4)
+        first.renew()
+        with pytest.raises(LeaseHeld, match="lives on"):
+            await rival
+
+    virtual.run(challenge())
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_the_hosts_clock_may_jump_by_an_hour_and_nobody_loses_his_lease_for_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    async def jump() -> None:
+        first = await Lease.acquire(run, PATIENCE)
+        living = asyncio.create_task(live(first))
+        rival = asyncio.create_task(Lease.acquire(run, PATIENCE))
+        await asyncio.sleep(PATIENCE / 10)
+        wall = virtual.Clock.time
+        monkeypatch.setattr(virtual.Clock, "time", staticmethod(lambda: wall() + 3600 * hours))
+        with pytest.raises(LeaseHeld, match="lives on"):
+            await rival
+        first.heed()
+        living.cancel()
+
+    virtual.run(jump())
 
 
 def test_before_the_first_manager_nobody_holds(run: RunDir) -> None:

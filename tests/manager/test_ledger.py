@@ -359,3 +359,31 @@ def test_the_summary_is_written_from_the_journal(tmp_path: Path) -> None:
     written = write_summary(run)
     assert written == account((ev.Stamped(s, at, 1, e) for s, (at, e) in enumerate(told, 1)), str(run.path))
     assert msgspec.json.decode(run.summary.read_bytes(), type=Summary) == written
+
+
+def test_the_time_between_a_runs_end_and_its_resumption_is_not_the_runs() -> None:
+    again = (300.0, ev.Resumed("ada", "r1", job()))
+    relaunched = [(310.0, launch(Life(id, 2), node)) for id, node in HOMES.items()]
+    works = [event for id, node in HOMES.items() for event in up(320.0, Life(id, 2), node)]
+    over = (400.0, ev.RunEnded(Outcome.FAILED, "x"))
+    got = summary(started(20.0), committed(50.0, 1), finished(100.0, 110.0), again, relaunched, works, over)
+    assert (got.outcome, got.why, got.run_seconds) == ("failed", "x", 210.0)
+    assert got.ettr == round((80 + 80) / 210, 4)
+
+
+def test_tokens_made_while_the_trainer_is_away_are_counted_within_one_managers_time() -> None:
+    def seen(at: float, total: int, away: bool) -> At:
+        return at, ev.TokensSeen(total, away)
+
+    one = [seen(60.0, 1000, True), seen(62.0, 1100, True), seen(70.0, 1700, False)]
+    two = [seen(80.0, 2000, True), (81.0, ev.ManagerStarted("login", 2)), seen(90.0, 400, False)]
+    got = summary(started(20.0), one, two)
+    assert got.outage_tokens == 700
+
+
+def test_who_moves_or_restarts_with_its_gang_is_no_recovery() -> None:
+    moved = (40.0, ev.Decided(Fence(Life(R0, 1), Rung.REPLACEMENT, WHY, to=N5, charged=False)))
+    again = [(41.0, launch(Life(R0, 2), N5)), *up(45.0, Life(R0, 2), N5)]
+    got = summary(started(20.0), committed(30.0, 1), moved, again, finished(100.0, 110.0))
+    assert got.recoveries == []
+    assert (got.ettr, got.ettr_strict) == (round(80 / 110, 4), round(75 / 110, 4))

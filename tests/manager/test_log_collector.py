@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from zmq.utils import z85
@@ -16,6 +17,7 @@ from rrl.manager import events as ev
 from rrl.manager import log_copies
 from rrl.manager.actions import Fence, Rung, Why
 from rrl.manager.log_collector import LogCollector, _believed
+from rrl.manager.state import Replica, State, Status
 from rrl.spec.launch import Launch
 from rrl.spec.loglines import STAMP
 from rrl.spec.words import Life, ReplicaId
@@ -31,8 +33,8 @@ LIFE = Life(ReplicaId("rollout/0"), 1)
 
 
 @asynccontextmanager
-async def collecting(at: Lab, epoch: int = 1) -> AsyncIterator[LogCollector]:
-    collector = await LogCollector.open(at.run, at.keys, epoch, "127.0.0.1", lambda: STATE)
+async def collecting(at: Lab, epoch: int = 1, state: State = STATE) -> AsyncIterator[LogCollector]:
+    collector = await LogCollector.open(at.run, at.keys, epoch, "127.0.0.1", lambda: state)
     try:
         yield collector
     finally:
@@ -59,6 +61,33 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
             assert shipped(at, launch) == [], "written only when it is needed"
             step.kill()  # its node is gone
             collector.notice(ev.StepEnded(launch.life, launch.tag, None, None, "vanished"))
+            assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_member_ends(tmp_path: Path) -> None:
+    shadow, member = Life(ReplicaId("shadow/n2"), 1), Life(ReplicaId("trainer/0"), 2)
+    replicas = {
+        **STATE.replicas,
+        shadow.replica: Replica(shadow.replica, Status.WANTED, 1),
+        member.replica: msgspec.structs.replace(
+            STATE.replica(member.replica), incarnation=2, shadow=shadow, step=f"{STATE.run}.shadow-n2.1"
+        ),
+    }
+    state = msgspec.structs.replace(STATE, replicas=replicas)
+    assert _believed(state, shadow), "its member is"
+
+    async def story(at: Lab) -> None:
+        async with at.manager(), collecting(at, state=state) as collector:
+            launch = at.launch(*TALKER, replica=shadow.replica)
+            os.mkfifo(at.run.log_file(launch.tag))
+            step = at.start(launch, patch="import rrl.roles.log_pump as p; p.STUCK = 1000.0")
+            await eventually(lambda: collector.copies.size)
+            assert shipped(at, launch) == []
+            step.kill()
+            collector.notice(ev.StepEnded(member, launch.tag, None, None, "vanished"))
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
 
     with lab(tmp_path) as at:

@@ -10,7 +10,7 @@ from rrl.manager.actions import Exclude, Fence, Finish, Launch, Rung
 from rrl.manager.state import NEVER_APPEARED, Status, workers
 from rrl.spec.jobview import EnvView, JobView, Recovery
 from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
-from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests
 
 R0, R1 = ROLLOUTS
@@ -190,10 +190,10 @@ def test_one_that_joined_at_its_third_start_is_restarted_like_any_other() -> Non
 
 def test_one_that_has_joined_once_has_its_whole_budget() -> None:
     world = World(job(recovery=Recovery(per_node=99))).steady()
-    world.broken["trainer"] = "exited: OSError"
-    world.kill(TRAINER)
+    world.broken["reward"] = "exited: OSError"
+    world.kill(REWARD)
     world.play(at_most=20.0)
-    assert (world.state.verdict, tries(world, "trainer") > 3) == (None, True)
+    assert (world.state.verdict, tries(world, "reward") > 3) == (None, True)
 
 
 # ── nodes that cannot do what roles need ─────────────────────────────────────────────────────────────────────────────
@@ -360,6 +360,22 @@ def test_a_run_of_which_no_command_is_done_is_not_complete_though_each_could_be_
     world.finish(A0)
     world.play()
     assert_nothing_is_left(world, Outcome.COMPLETED)
+
+
+def test_a_gang_that_was_given_up_does_not_keep_a_run_that_can_do_without_it_either() -> None:
+    crew = msgspec.structs.replace(command("crew", 3, least=1), ranks=2, per_node=1)
+    recovery = Recovery(per_node=9, per_replica=1, first_start=1)
+    world = World(commands(crew, recovery=recovery, spares=3)).steady()
+    for gang in ("crew/1", "crew/2"):
+        for _ in range(2):
+            world.kill(ReplicaId(f"{gang}.1"))
+            world.play(at_most=30.0)
+    assert world.state.verdict is None
+    for member in ("crew/0", "crew/0.1"):
+        world.finish(ReplicaId(member))
+    world.play()
+    assert_nothing_is_left(world, Outcome.COMPLETED)
+    assert world.decided(Finish)[0].why.evidence[0] == "1 of 3 commands are done"
 
 
 def test_a_command_that_was_given_up_below_the_least_ends_the_run() -> None:

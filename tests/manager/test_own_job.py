@@ -22,9 +22,9 @@ from rrl.tests.spec.jobs import JOB
 RUN = "small-7"
 
 
-def view(tmp_path: Path, extra: str = "") -> JobView:
+def view(tmp_path: Path, extra: str = "", cluster: str = "") -> JobView:
     path = tmp_path / "job.toml"
-    path.write_text(JOB.replace('"local"', '"slurm"') + extra)
+    path.write_text(JOB.replace('"local"', f'"slurm"\n{cluster}') + extra)
     return load_job(path).view("python")
 
 
@@ -48,6 +48,14 @@ def test_all_managers_of_a_run_have_one_name_wait_for_each_other_and_are_not_req
     passed = {"no-requeue": True, "partition": "cpu", "account": "a", "exclusive": True}
     assert job["additional_parameters"] == passed
     assert job["time"] == (86400 + own_job.MARGIN) // 60
+
+
+def test_where_jobs_may_not_last_as_long_as_the_run_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
+    small = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "1d"')
+    assert (small.walltime, {part.walltime for part in small.parts}) == (3 * 86400.0, {86400.0})
+    assert own_job.parameters(RUN, small)["time"] == 1440
+    short = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "5min"')
+    assert own_job.parameters(RUN, short)["time"] == own_job.SHORTEST // 60
 
 
 def test_a_pool_with_its_manager_is_the_pool_and_one_exec_line(tmp_path: Path) -> None:

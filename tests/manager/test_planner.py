@@ -11,8 +11,10 @@ import pytest
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
 from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
-from rrl.manager.fold import RETURN_PAUSE, fold
+from rrl.manager.fold import fold
+from rrl.manager.fold_lives import RETURN_PAUSE
 from rrl.manager.planner import Plan, plan
+from rrl.manager.planner.ending import said_at_the_end
 from rrl.manager.planner.start import REFUSALS
 from rrl.manager.planner.terms import WALLTIME_MARGIN
 from rrl.manager.state import Status, workers
@@ -179,8 +181,9 @@ def test_a_minute_in_which_everything_dies_at_once_costs_restarts_and_nothing_el
 
 
 def test_a_replica_that_fails_on_two_nodes_is_not_given_a_third() -> None:
-    world = World(job(recovery=Recovery(per_replica=99, breaker=1.0)), nodes=20).steady()
-    for _ in range(12):
+    world = World(job(recovery=Recovery(per_replica=99, breaker=1.0), steps=99), nodes=20).steady()
+    for step in range(1, 13):
+        world.commit(step)
         world.kill(TRAINER)
         world.steady()
     assert requests(world) == [POOL]
@@ -204,7 +207,7 @@ def test_two_replicas_that_cannot_be_spared_end_the_run_once() -> None:
 
 
 def test_a_trainer_that_always_fails_at_once_is_tried_for_minutes_and_then_ends_the_run() -> None:
-    world = World(job(), nodes=20).steady()
+    world = World(job(recovery=Recovery(whole=0)), nodes=20).steady()
     began = world.now
     while not world.over and world.now < began + 3600.0:
         world.kill(TRAINER)
@@ -256,7 +259,7 @@ def test_a_rollout_that_spent_its_budget_is_gone_on_without() -> None:
 
 @pytest.mark.parametrize("replica", [STORE, TRAINER])
 def test_a_replica_that_cannot_be_spared_ends_the_run_when_its_budget_is_spent(replica: ReplicaId) -> None:
-    world = World(job(recovery=Recovery(per_node=9, per_replica=3))).steady()
+    world = World(job(recovery=Recovery(per_node=9, per_replica=3, whole=0))).steady()
     for _ in range(4):
         world.kill(replica)
         world.play(at_most=60.0)
@@ -266,7 +269,7 @@ def test_a_replica_that_cannot_be_spared_ends_the_run_when_its_budget_is_spent(r
 
 
 def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
-    world = World(job(min_rollouts=2, recovery=Recovery(per_node=9, per_replica=1))).steady()
+    world = World(job(min_rollouts=2, recovery=Recovery(per_node=9, per_replica=1, whole=0))).steady()
     world.kill(R0)
     world.steady()
     world.kill(R0)
@@ -275,7 +278,7 @@ def test_the_last_rollout_that_the_run_needs_cannot_be_spared_either() -> None:
 
 
 def test_of_two_rollouts_that_spend_their_budgets_at_once_not_both_can_be_spared() -> None:
-    world = World(job(recovery=Recovery(per_node=9, per_replica=1))).steady()
+    world = World(job(recovery=Recovery(per_node=9, per_replica=1, whole=0))).steady()
     for replica in ROLLOUTS:
         world.kill(replica)
     world.steady()
@@ -522,14 +525,17 @@ def test_refusals_of_long_ago_do_not_keep_a_replacement_from_being_asked_for() -
     assert world.node_of(R1) == N6
 
 
-def test_a_replacement_that_never_comes_is_given_back_and_the_run_goes_on_degraded() -> None:
+def test_a_replacement_that_comes_late_is_used_by_the_replica_that_was_gone_on_without() -> None:
     world = World(job(spares=0, limits=Limits(allocation=300.0))).steady()
     world.lose_node(N3)
     world.play(at_most=2000.0)
-    assert [action.allocation for action in world.decided(Release)] == requests(world)[1:]
-    assert len(requests(world)) == 2
     assert world.state.replica(R0).status is Status.RETIRED
-    assert list(world.state.allocations) == [POOL]
+    assert len(requests(world)) == 2
+    assert not world.decided(Release), "it stays in the queue: nothing is lost by waiting"
+    world.arrive(1)
+    world.play(world.works)
+    assert world.incarnations()[R0] == 2
+    assert len(requests(world)) == 2
 
 
 def test_the_breaker_stops_the_exclusion_of_many_nodes_at_once() -> None:
@@ -716,8 +722,9 @@ def test_a_run_ends_in_order_before_its_walltime_does_counted_from_when_its_pool
     assert world.now < ran + 3600.0
     assert_nothing_is_left(world, Outcome.FAILED)
     assert world.decided(Finish)[0].why.evidence == (
-        "the walltime of 3600 s ends; 2 of 3 steps are committed", "to go on from them in a new run is not yet built",
-    )  # fmt: skip
+        "the walltime of 3600 s ends; 2 of 3 steps are committed",
+    )
+    assert said_at_the_end(world.state).endswith(f"; rrl resume {RUN} goes on from step 2")
 
 
 def test_a_run_that_is_done_in_its_last_minute_is_done() -> None:
@@ -733,7 +740,7 @@ def test_a_long_grace_is_left_for_the_end_and_of_a_short_walltime_half_is_had() 
     world = World(job(walltime=3600.0, limits=Limits(step_grace=100.0, poll=10.0))).play()
     assert world.decided(Finish)[0].outcome is Outcome.FAILED
     (decided,) = (s.at for s in world.events if isinstance(s.event, ev.Decided))
-    assert decided == world.state.ends - 410.0
+    assert decided == world.state.ends - 810.0
     world = World(job(walltime=60.0)).play()
     (decided,) = (s.at for s in world.events if isinstance(s.event, ev.Decided))
     assert decided == world.state.ends - 30.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Launch, Release, Request, Why
+from rrl.manager.actions import Drain, Launch, Release, Request, Shrink, Undrain, Why
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
@@ -87,10 +88,10 @@ def test_a_heterogeneous_request_is_found_by_any_of_its_components_and_each_is_t
     assert looks.look(component, at=QUIET) == [
         ev.Done(POOL, True, "found by its tag"), ev.AllocationChanged(f"{RUN}.b", PENDING),
     ]  # fmt: skip
-    assert looks.look(component) == []
-    assert looks.look(component) == [ev.AllocationChanged(POOL, None)]
-    assert looks.look(NOTHING) == []
-    assert looks.look(NOTHING) == [ev.AllocationChanged(f"{RUN}.b", None)]
+    assert looks.look(component, at=QUIET) == []
+    assert looks.look(component, at=2 * QUIET) == [ev.AllocationChanged(POOL, None)]
+    assert looks.look(NOTHING, at=2 * QUIET) == []
+    assert looks.look(NOTHING, at=3 * QUIET) == [ev.AllocationChanged(f"{RUN}.b", None)]
 
 
 def test_a_heterogeneous_request_of_which_no_component_is_found_was_never_made() -> None:
@@ -127,11 +128,80 @@ def test_a_look_that_omits_an_allocation_once_changes_nothing() -> None:
         assert looks.look(listed(RUNNING)) == []
 
 
-def test_an_allocation_that_two_looks_in_a_row_omit_is_gone() -> None:
+def test_an_allocation_that_looks_omit_for_longer_than_an_answer_can_be_old_is_gone() -> None:
     looks = Looks(*HELD)
+    for at in (1.0, 2.0, QUIET):
+        assert looks.look(NOTHING, at=at) == []
+    assert looks.look(NOTHING, at=QUIET + 1.0) == [ev.AllocationChanged(POOL, None)]
+    assert looks.look(NOTHING, at=QUIET + 1.0) == []
+
+
+def test_one_that_we_gave_back_is_gone_when_two_looks_in_a_row_omit_it() -> None:
+    looks = Looks(*HELD, ev.Intended(Release(POOL, WHY)), ev.Done(f"{POOL}!release", True))
     assert looks.look(NOTHING) == []
     assert looks.look(NOTHING) == [ev.AllocationChanged(POOL, None)]
-    assert looks.look(NOTHING) == []
+
+
+def test_an_old_answer_in_which_a_running_allocation_still_waits_changes_nothing() -> None:
+    looks = Looks(*HELD)
+    for at in (1.0, 2.0, QUIET):
+        assert looks.look(listed(PENDING), at=at) == []
+    assert looks.look(listed(RUNNING), at=QUIET + 1.0) == []
+    assert looks.look(listed(PENDING), at=QUIET + 2.0) == []
+    assert looks.look(listed(PENDING), at=2 * QUIET + 2.0) == [ev.AllocationChanged(POOL, PENDING)], "requeued indeed"
+
+
+def test_a_node_that_an_answer_leaves_out_once_is_still_ours_and_one_that_is_called_down_is_not() -> None:
+    one = AllocationSeen(AllocationState.RUNNING, "7", (N1,))
+    looks = Looks(*HELD)
+    assert looks.look(listed(one)) == []
+    assert looks.look(listed(RUNNING)) == []
+    assert looks.look(listed(one)) == []
+    assert looks.look(listed(one)) == [ev.AllocationChanged(POOL, one)]
+    looks = Looks(*HELD)
+    down = Observed(nodes={N2: NodeSeen(NodeState.DOWN, "DOWN")}, allocations={POOL: one}, steps={})
+    assert looks.look(down)[0] == ev.AllocationChanged(POOL, one), "Slurm takes it from the job, and says so"
+
+
+def test_one_that_comes_to_its_end_is_told_so_before_it_is_known_why_and_one_that_we_gave_back_is_then_gone() -> None:
+    ending = AllocationSeen(AllocationState.ENDING, "7", (N1, N2), "COMPLETING")
+    looks = Looks(*HELD)
+    assert looks.look(listed(ending)) == [ev.AllocationChanged(POOL, ending)]
+    assert looks.state is not None
+    assert list(looks.state.allocations) == [POOL]
+    assert hungry(looks.state, EAGER / 2), "why is soon known"
+    looks = Looks(*HELD, ev.Intended(Release(POOL, WHY)), ev.Done(f"{POOL}!release", True))
+    looks.look(listed(ending))
+    assert looks.state is not None
+    assert looks.state.allocations == {}, "a dead node may keep it so for minutes"
+    assert looks.look(listed(ending)) == [], "and it has not landed again"
+
+
+def test_time_that_runs_down_is_no_news_and_an_end_that_moves_is() -> None:
+    looks = Looks(*HELD)
+
+    def left(seconds: float, at: float, taken: bool = False) -> list[ev.Event]:
+        return looks.look(listed(msgspec.structs.replace(RUNNING, left=seconds, taken=taken)), at)
+
+    assert len(left(3600.0, 1.0)) == 1
+    assert left(3500.0, 101.0) == left(3489.0, 110.0) == []
+    assert len(left(240.0, 111.0)) == 1, "an administrator has shortened it"
+    assert len(left(25.0, 112.0, taken=True)) == 1, "it is preempted"
+    assert looks.state is not None
+    assert looks.state.allocations[POOL].ends == 137.0
+    assert hungry(looks.state, 170.0), "it may end any moment"
+    assert not hungry(looks.state, 1000.0)
+
+
+def test_a_suspended_allocation_is_ours_its_time_stands_still_and_it_ends_later_when_it_goes_on() -> None:
+    looks = Looks(*HELD)
+    suspended = AllocationSeen(AllocationState.SUSPENDED, "7", (N1, N2), "SUSPENDED")
+    looks.look(listed(msgspec.structs.replace(RUNNING, left=100.0)), at=1.0)
+    assert looks.look(listed(suspended), at=50.0) == [ev.AllocationChanged(POOL, suspended)]
+    assert looks.look(listed(suspended), at=5000.0) == []
+    looks.look(listed(msgspec.structs.replace(RUNNING, left=51.0)), at=9000.0)
+    assert looks.state is not None
+    assert looks.state.allocations[POOL].ends == 9051.0
 
 
 def test_a_new_manager_counts_anew() -> None:
@@ -231,3 +301,32 @@ def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
     state = Looks(*events).state
     assert state is not None
     assert (hungry(state, EAGER - 1.0), hungry(state, EAGER)) == (soon, later)
+
+
+OURS = "rrl:small-1:gpu: xid"
+DRAINED = NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}")
+
+
+@pytest.mark.parametrize(("action", "seen", "so"), [
+    (Drain(N1, OURS, WHY), DRAINED, True),
+    (Drain(N1, OURS, WHY), NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan"), False),
+    (Drain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}"), False),  # 24.11 keeps old reasons
+    (Undrain(N1, OURS, WHY), DRAINED, False),
+    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}"), True),
+    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UNKNOWN, "not known to Slurm"), False),
+])  # fmt: skip
+def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(
+    action: Drain | Undrain, seen: NodeSeen, so: bool
+) -> None:
+    looks = Looks(*HELD, ev.Intended(action))
+    events = looks.look(Observed(nodes={N1: seen}, allocations=None, steps=None), busy=frozenset({action.tag}))
+    assert [event for event in events if isinstance(event, ev.Done)] == [ev.Done(action.tag, True, "seen so")] * so
+    assert looks.look(BLIND) == []
+
+
+def test_a_node_that_was_given_back_is_settled_by_the_allocation_without_it() -> None:
+    shrink = Shrink(POOL, (N2,), WHY)
+    looks = Looks(*HELD, ev.Intended(shrink))
+    assert looks.look(listed(RUNNING)) == []
+    less = msgspec.structs.replace(RUNNING, nodes=(N1,))
+    assert ev.Done(shrink.tag, True, "seen so") in looks.look(listed(less))

@@ -11,9 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep, Why
+from rrl.manager.actions import (
+    Drain,
+    Exclude,
+    Fence,
+    Finish,
+    Launch,
+    Perform,
+    Readmit,
+    Release,
+    Request,
+    RestartAll,
+    Rung,
+    Shrink,
+    StopStep,
+    Undrain,
+    Why,
+)
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
-from rrl.manager.fold import RETURN_PAUSE, fold
+from rrl.manager.fold import fold
+from rrl.manager.fold_lives import RETURN_PAUSE
 from rrl.manager.state import NEVER_APPEARED, Lingering, State, Status, open_requests, workers
 from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.jobview import Recovery
@@ -129,7 +146,7 @@ def test_what_lands_after_it_was_given_up_starts_no_walltime() -> None:
 def test_an_allocation_that_is_gone_before_it_ran_counts_as_refused_by_nobody(seen: AllocationSeen | None) -> None:
     gone = told(*pool(state=AllocationState.PENDING), ev.AllocationChanged(POOL, seen))
     assert [(r.tag, r.unheard) for r in gone.refusals] == [(POOL, True)]
-    assert told(*pool(N1), ev.AllocationChanged(POOL, seen)).refusals == ()
+    assert told(*RUNNING, ev.AllocationChanged(POOL, seen)).refusals == ()
     given_back = (*pool(state=AllocationState.PENDING), ev.Intended(Release(POOL, WHY)))
     assert told(*given_back, ev.AllocationChanged(POOL, seen)).refusals == ()
 
@@ -414,7 +431,7 @@ def test_a_request_that_could_never_be_met_counts_as_refused_when_it_is_given_ba
 
 
 def test_who_moves_has_not_failed_and_is_wanted_where_it_moves_to() -> None:
-    state = told(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, to=N2)))
+    state = told(*RUNNING, ev.Decided(Fence(R1, Rung.REPLACEMENT, WHY, to=N2, charged=False)))
     held = state.replicas[R1.replica]
     assert (held.status, held.prefer, held.failures, state.recoveries) == (Status.WANTED, N2, (), 0)
     assert list(state.lingering) == [tag_of(RUN, R1)]
@@ -479,7 +496,7 @@ def test_what_an_agent_says_of_its_node_is_kept_with_the_node() -> None:
 
 
 # ── any order ────────────────────────────────────────────────────────────────────────────────────────────────────────
-_replicas = st.sampled_from([*ROLLOUTS, TRAINER, ReplicaId("agent/n1"), ReplicaId("ghost/7")])
+_replicas = st.sampled_from([*ROLLOUTS, TRAINER, *map(ReplicaId, ("agent/n1", "shadow/n1", "ghost/7"))])
 _lives = st.builds(Life, _replicas, st.integers(0, 3))
 _nodes = st.sampled_from([N1, N2, N3])
 _allocations = st.sampled_from([POOL, f"{RUN}.more-1"])
@@ -496,12 +513,20 @@ _outside = st.one_of(
     st.builds(Release, _allocations, _whys),
     _lives.flatmap(lambda life: st.builds(Launch, st.just(life), st.just(tag_of(RUN, life)), _allocations, _nodes,
                                           _whys)),
+    _lives.flatmap(lambda shadow: st.builds(Launch, _lives, st.just(tag_of(RUN, shadow)), _allocations, _nodes, _whys,
+                                            st.just(shadow))),
+    st.builds(Drain, _nodes, st.just("rrl:small-1:gpu"), _whys),
+    st.builds(Undrain, _nodes, st.just("rrl:small-1:gpu"), _whys),
+    st.builds(Shrink, _allocations, st.lists(_nodes, max_size=2).map(tuple), _whys),
     _lives.flatmap(lambda life: st.builds(StopStep, st.just(tag_of(RUN, life)), st.just(life), st.just(1.0), _whys)),
     st.builds(Perform, _faults, _steps, _nodes, _whys, st.none() | _lives),
 )  # fmt: skip
+_fences = st.builds(Fence, _lives, st.sampled_from(Rung), _whys, st.none() | _nodes, st.booleans())
 _decisions = st.one_of(
-    st.builds(Fence, _lives, st.sampled_from(Rung), _whys, st.none() | _nodes),
+    _fences,
     st.builds(Exclude, _nodes, _whys),
+    st.builds(Readmit, _nodes, _whys),
+    st.builds(RestartAll, _whys, st.lists(_fences, max_size=2).map(tuple)),
     st.builds(Finish, st.sampled_from(Outcome), _whys),
 )
 _seen = st.builds(AllocationSeen, st.sampled_from(AllocationState), st.just("7"),
@@ -539,8 +564,11 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.FindingChanged: st.builds(ev.FindingChanged, _findings),
     ev.FaultInjected: st.builds(ev.FaultInjected, st.sampled_from(["f0", "f1"]), st.none() | _lives, st.booleans(),
                                 st.just("said"), ended=st.booleans(), unknown=st.booleans()),
-    ev.Commanded: st.builds(ev.Commanded, st.sampled_from(["cancel", "other"]), st.just("me"), st.just("c1")),
+    ev.Commanded: st.builds(ev.Commanded, st.sampled_from(["cancel", "restart", "drain", "undrain", "other"]),
+                            st.just("me"), st.just("c1"), st.sampled_from(["rollout/0", "trainer/0", "n1", ""])),
     ev.Ordered: st.builds(ev.Ordered, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
+    ev.Resumed: st.builds(ev.Resumed, st.just("me"), st.sampled_from(["c1", "c2"]), st.just(JOB)),
+    ev.TokensSeen: st.builds(ev.TokensSeen, st.integers(0, 9), st.booleans()),
     ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
 }  # fmt: skip
 EVENTS = st.one_of(*_BY_TYPE.values())

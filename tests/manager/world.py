@@ -7,6 +7,7 @@ happens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TypeVar
@@ -16,11 +17,13 @@ from rrl.manager.actions import Action, Fence, Finish, Launch, Outside, Perform,
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
-from rrl.manager.state import State, Status, workers
+from rrl.manager.state import NEVER_APPEARED, State, Status, workers
 from rrl.spec.jobview import JobView
 from rrl.spec.launch import NOT_STARTED
+from rrl.spec.phases import STANDBY
 from rrl.spec.words import (
     AGENT,
+    SHADOW,
     Cause,
     Evidence,
     Finding,
@@ -31,6 +34,7 @@ from rrl.spec.words import (
     ReplicaId,
     Verdict,
     Version,
+    rank_of,
     role_of,
 )  # fmt: skip
 from rrl.tests.manager.jobs import RUN
@@ -39,7 +43,11 @@ A = TypeVar("A", bound=Action)
 
 _ROUNDS = 12
 """plans in a row before it counts as a planner that never comes to rest"""
-_FIRST_PHASE = {"rollout": "generate", "trainer": "train"}
+_FIRST_PHASE = {"rollout": "generate", "trainer": "train", SHADOW: STANDBY}
+
+
+class _Died(BaseException):
+    """The manager, before its next record."""
 
 
 class World:
@@ -82,6 +90,14 @@ class World:
         """what runs"""
         self._free = [NodeName(f"n{i}") for i in range(1, (job.nodes if nodes is None else nodes) + 1)]
         self.held: dict[str, tuple[NodeName, ...]] = {}
+        self.mute: set[NodeName] = set()
+        """nodes whose shadows are told what they become, and are never heard of again"""
+        self.die_before = 0
+        """number of the decision or intent, from 1, before whose record the manager dies; the next one takes over"""
+        self.planned = 0
+        """decisions and intents recorded"""
+        self._tags: set[str] = set()
+        self._lives: set[Life] = set()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._wake = float("inf")
@@ -196,6 +212,24 @@ class World:
         self._end(held.step, 0)
         self._turn()
 
+    def vanish(self, replica: ReplicaId) -> None:
+        """Its process is gone, and nobody has noticed yet."""
+        held = self.state.replica(replica)
+        assert held.step is not None
+        del self.steps[held.step]
+
+    def shadows(self) -> dict[NodeName, int]:
+        """Nodes on which shadows are ready, and how many."""
+        return Counter(
+            one.node for one in self.state.replicas.values()
+            if one.role == SHADOW and one.status is Status.JOINED and one.step in self.steps and one.node
+        )  # fmt: skip
+
+    def warmed(self) -> World:
+        """The trainer has committed a step, and its shadows are ready."""
+        self.commit(self.state.step + 1)
+        return self.wait(10.0)
+
     def decided(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]
 
@@ -211,6 +245,15 @@ class World:
 
     def _turn(self) -> None:
         todo: list[Outside] = []
+        try:
+            self._plan(todo)
+        except _Died:
+            self._succeeded(todo)
+            return
+        for action in todo:
+            self._carry_out(action)
+
+    def _plan(self, todo: list[Outside]) -> None:
         planned_before: set[tuple[str, Rung | None]] = set()
         for _ in range(_ROUNDS):
             planned = plan(self.state, self.now)
@@ -224,6 +267,9 @@ class World:
                 deed = (action.tag, action.why.rung if isinstance(action, Fence) else None)
                 assert deed not in planned_before, f"planned twice in a row: {action}"
                 planned_before.add(deed)
+                self.planned += 1
+                if self.planned == self.die_before:
+                    raise _Died
                 self.actions.append(action)
                 if isinstance(action, Outside):
                     self.record(ev.Intended(action))
@@ -234,8 +280,23 @@ class World:
             raise AssertionError(f"the plan does not come to rest: {planned.actions}")
         assert planned.wake > self.now, "it asks to be woken in the past"
         self.over = planned.over
-        for action in todo:
-            self._carry_out(action)
+
+    def _succeeded(self, undone: list[Outside]) -> None:
+        """The next manager folds what is written; of what was meant to be done it does what can be done twice, tells
+        shadows again what they become, and finds no trace of the rest."""
+        self._state = None
+        for stamped in self.events:
+            self._state = fold(self._state, stamped)
+        self.record(ev.ManagerStarted("login", 2))
+        for action in undone:
+            if isinstance(action, StopStep | Release) or (isinstance(action, Launch) and action.shadow is not None):
+                self._carry_out(action)
+            elif isinstance(action, Perform):
+                self.record(ev.FaultInjected(action.fault.id, None, False, unknown=True))
+            else:
+                missed = ev.Done(action.tag, False, NEVER_APPEARED, unheard=True)
+                self._later(self.state.job.limits.quiet, lambda missed=missed: self.record(missed))  # type: ignore[misc]
+        self._turn()
 
     # ── the world's answers ──────────────────────────────────────────────────────────────────────────────────────────
     def _carry_out(self, action: Outside) -> None:
@@ -300,12 +361,33 @@ class World:
 
     def _launch(self, action: Launch) -> None:
         assert action.node in self.held[action.allocation], f"{action.node} is not in {action.allocation}"
-        assert action.step not in self.steps, "one step, two launches"
+        assert action.life not in self._lives, f"{action.life} is launched twice"
+        self._lives.add(action.life)
+        if action.shadow is not None:
+            self._become(action)
+            return
+        assert action.step not in self._tags, "one step, two launches"
+        self._tags.add(action.step)
         if action.node in self.refuse_launch:
             self._later(0.1, lambda: self.record(ev.Done(action.step, False, "no such node")))
         elif action.node not in self.dead:
             self.steps[action.step] = (action.life, action.node)
             self._later(0.3, lambda: self._speak(action))
+
+    def _become(self, action: Launch) -> None:
+        """The shadow goes on as the life, in its own step."""
+        if action.node in self.dead or action.node in self.mute:
+            self._later(self.state.job.recovery.adopt, lambda: self._unheard(action))
+        elif action.step not in self.steps:
+            self._later(0.1, lambda: self.record(ev.Done(action.step, False, "there is nobody to tell")))
+        else:
+            assert self.steps[action.step] == (action.shadow, action.node), "another life's step"
+            self.steps[action.step] = (action.life, action.node)
+            self._later(0.2, lambda: self._join(action))
+
+    def _unheard(self, action: Launch) -> None:
+        if self.state.believed(action.life) and self.state.replica(action.life.replica).status is Status.LAUNCHING:
+            self.record(found(action.life, "not_adopted", self.now))
 
     def _speak(self, action: Launch) -> None:
         life, node = action.life, action.node
@@ -340,7 +422,7 @@ class World:
         if action.step not in self.steps or not self.state.believed(life):
             return
         self.record(ev.Joined(life, node, node, 101))
-        if role_of(life.replica) in _FIRST_PHASE:
+        if role_of(life.replica) in ("rollout", "trainer") and rank_of(life.replica) == 0:
             self.record(ev.VersionHeld(life, Version(self.state.step, 1)))
         self.record(ev.PhaseEntered(life, _FIRST_PHASE.get(role_of(life.replica), "serve")))
 

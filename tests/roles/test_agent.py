@@ -14,6 +14,7 @@ from rrl.roles.agent import _removed
 from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.launch import LAUNCH_ENV, Launch
 from rrl.spec.processes import Process, look
+from rrl.spec.words import Life, ReplicaId
 from rrl.tests.lab.first import Lab, Manager, eventually, lab
 from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected, StepExit, Stop
 
@@ -211,7 +212,10 @@ def test_an_agent_that_misses_its_manager_gives_back_the_room_that_it_had_taken(
         asyncio.run(story(at))
 
 
-def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adopted", [False, True], ids=["as launched", "adopted since"])
+def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: Path, adopted: bool) -> None:
+    """What a shadow became is known by its step's tag: the launch file tells of the shadow."""
+
     async def story(at: Lab) -> None:
         async with node(at) as here:
             frozen, role = await here.step(*SLEEP, replica="rollout/0")
@@ -219,7 +223,8 @@ def test_a_life_that_is_no_longer_believed_is_ended_whatever_it_hears(tmp_path: 
             await here.sees(frozen, other)
             for process in (first_of(at, frozen), role):
                 os.kill(process.pid, signal.SIGSTOP)
-            await here.manager.tell(here.launch.life, Fenced(frozen.life, "superseded"))
+            life, tag = (Life(ReplicaId("trainer/0"), 2), frozen.tag) if adopted else (frozen.life, "")
+            await here.manager.tell(here.launch.life, Fenced(life, "superseded", tag))
             await eventually(lambda: not at.processes(frozen))
             await here.sees(other)
 

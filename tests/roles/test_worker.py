@@ -21,7 +21,7 @@ from rrl.roles import reward, worker
 from rrl.roles.link import FENCED_EXIT
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Request, Scoring
+from rrl.roles.trajectories.types import CommittedState, Request, Scoring
 from rrl.roles.worker import Worker
 from rrl.spec.launch import LAUNCH_ENV, Launch
 from rrl.spec.rundir import write_atomically
@@ -32,6 +32,7 @@ from rrl.tests.roles.trajectories import crew
 from rrl.transport.control import Address, Listener
 from rrl.transport.messages import (
     Beat,
+    Committed,
     Entered,
     Fenced,
     FirstWork,
@@ -322,6 +323,53 @@ def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(
     play(story)
 
 
+def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on(scene: Scene, tmp_path: Path) -> None:
+    async def story() -> None:
+        store = scene.open_store()
+        crew.generate(store)
+        crew.score(store, reward=0.5)
+        me = scene.worker(crew.TRAINER)
+        me.job["run"]["steps"] = 2
+        given: list[int] = []
+
+        def work() -> None:
+            threads = []
+            for batch in me.batches():
+                given.append(batch.number)
+                if batch.number == 2:  # the first one is done and not committed
+                    threads = [threading.Thread(target=commit, args=(number,)) for number in (1, 2)]
+                    threads[0].start()
+                    threads[0].join()
+                    threads[1].start()
+            threads[1].join()
+            with pytest.raises(ValueError, match="step 2 is committed without its batch"):
+                commit(2)
+
+        def commit(number: int) -> None:
+            folder = me.checkpoint_dir(number)
+            files = [folder / name for name in ("mine", "another's")]
+            files[0].write_bytes(b"bytes")
+            me.commit(number, files, {"loss": 1.0}, {"another's": {"sha256": "00", "bytes": 3}})
+
+        async with scene.serve(store) as endpoint, scene.manager() as manager:
+            manager.store_is(endpoint)
+            role = scene.start(me, work)
+            await manager.hears(Goodbye)
+            told = [message for message in manager.heard if isinstance(message, Committed)]
+            assert [(m.step, m.metrics) for m in told] == [(n, {"loss": 1.0, "reward": 0.5}) for n in (1, 2)]
+            await manager.stop(crew.TRAINER)
+            await role.end()
+        assert given == [1, 2]
+        state = store.committed(crew.TRAINER)
+        assert isinstance(state, CommittedState)
+        assert state.manifest is not None
+        assert state.manifest["files"].keys() == {"mine", "another's"}
+        assert state.manifest["files"]["another's"] == {"sha256": "00", "bytes": 3}
+        store.close()
+
+    play(story)
+
+
 # ── the store goes and comes ───────────────────────────────────────────────────────────────────────────────────────
 def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene) -> None:
     async def story() -> None:
@@ -437,6 +485,22 @@ def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.M
         assert given == {"a": short, "b": long, "c": b""}
         me.publish(5, [])
         assert me._link.weights.versions() == (Version(4, 1), Version(5, 1))
+
+
+def test_weights_that_are_not_all_here_at_once_are_taken_one_after_another(scene: Scene) -> None:
+    one = bytearray(4)
+
+    def gathered() -> Iterator[memoryview]:
+        for value in (1, 2, 3):  # each in the memory of the one before
+            one[:] = bytes([value]) * 4
+            yield memoryview(one)
+
+    with not_started(scene.worker(crew.TRAINER)) as me:
+        me.publish_each(4, [(name, "uint8", (4,), 4) for name in "abc"], gathered())
+        held = me._link.weights.current()
+        assert held is not None
+        given = [bytes(held.flat[spec.offset :][: spec.nbytes]) for spec in held.manifest.tensors]
+        assert given == [b"\1" * 4, b"\2" * 4, b"\3" * 4]
 
 
 def test_publishing_makes_no_memory_that_is_filled_while_every_other_thread_waits(scene: Scene) -> None:

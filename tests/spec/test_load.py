@@ -196,6 +196,8 @@ WRONG: list[tuple[str, str, str]] = [
     ('kind = "local"\n', 'kind = "slurm"\nform = "replica"\nwalltime = "1h"\n[roles.trainer]\nwalltime = "2h"\n[cluster.node]'
      "\n#", 'job.toml:10: roles.trainer.walltime: "2h" is more than the run has ([cluster] walltime = "1h"); lower it or'
      " raise the run's"),
+    ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: the"
+     ' manager in the pool ends with its first job; write where = "job" in [manager], or remove it'),
     ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
      ' mean "pool"?'),
     # the place

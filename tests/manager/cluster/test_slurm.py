@@ -287,14 +287,14 @@ def test_each_component_of_a_heterogeneous_job_is_an_allocation_of_its_own(lab: 
     as_user(lab, scenario)
 
 
-def test_what_has_not_begun_is_given_back_as_a_whole_and_says_if_it_never_will(lab: SlurmLab, run: Run) -> None:
+def test_what_has_not_begun_is_given_back_as_a_whole_and_says_who_holds_it(lab: SlurmLab, run: Run) -> None:
     async def scenario() -> None:
         slurm = run.cluster(hold="sbatch")
         await run.hold(slurm, 3)
         await slurm.request(msgspec.structs.replace(run.ask(1, "rollout"), more=(run.ask(1, "trainer", hold=""),)))
         observed = await until(slurm, lambda seen: state(seen, run.tag("trainer")) is AllocationState.PENDING)
         assert observed.allocations is not None
-        assert observed.allocations[run.tag("trainer")].hopeless == "JobHeldUser"
+        assert observed.allocations[run.tag("trainer")].detail == "PENDING: held by its user (scontrol release)"
         await slurm.release(run.tag("trainer"))
         observed = await until(slurm, lambda seen: state(seen, run.tag("rollout")) is not AllocationState.PENDING)
         assert state(observed, run.pool) is AllocationState.RUNNING

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rrl.manager.cluster import AllocationState, Ask
+from rrl.manager.cluster import AllocationState, Ask, Refused
 from rrl.manager.cluster.slurm import SlurmCluster
 from rrl.manager.cluster.slurm_commands import SlurmLimits
 from rrl.spec.jobview import Resources
 
 ASK = Ask("run-1.pool", 1, Resources(cpus=1), 600.0, comment="rrl run-1")
-TRIED = "5|5|CANCELLED||run-1.pool|None|rrl run-1 run-1.pool"
-QUEUED = "6|6|PENDING||run-1.pool|Resources|rrl run-1 run-1.pool"
+TRIED = "5|5|CANCELLED||run-1.pool|None|0:00|10:00|0|0|rrl run-1 run-1.pool"
+QUEUED = "6|6|PENDING||run-1.pool|Resources|10:00|10:00|N/A|NONE|rrl run-1 run-1.pool"
+HELD = "4|4|RUNNING|n[1-2]|run-1.pool|None|9:00|10:00|100|700|rrl run-1 run-1.pool"
 
 
 def squeue(*jobs: str) -> str:
@@ -45,6 +47,29 @@ def test_what_salloc_tried_in_vain_is_not_the_end_of_what_sbatch_asks_for(
         seen = (await slurm.observe()).allocations
         assert seen is not None
         assert (seen["run-1.pool"].state, seen["run-1.pool"].job) == (AllocationState.PENDING, "6")
+        await slurm.close()
+
+    asyncio.run(asked())
+
+
+def test_a_follow_up_that_finds_too_few_nodes_beside_ours_waits_for_ours_and_any_other_request_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    picky = f'text=$(cat); echo "$text" >> {tmp_path}/told; case $text in *exclude=*) echo "{no}" >&2; exit 1 ;; esac'
+    commands(tmp_path / "bin", sbatch=picky, squeue=squeue(HELD), scontrol="")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    more = msgspec.structs.replace(ASK, tag="run-1.more-1")
+
+    async def asked() -> None:
+        slurm = SlurmCluster("run-1", "python", SlurmLimits(interval=0.0), hold="sbatch")
+        await slurm.observe()
+        with pytest.raises(Refused, match="not available"):
+            await slurm.request(more)
+        await slurm.request(msgspec.structs.replace(more, again=True))
+        *_, last = (tmp_path / "told").read_text().split("#!")
+        assert "--exclusive" in last
+        assert "--exclude" not in last
         await slurm.close()
 
     asyncio.run(asked())

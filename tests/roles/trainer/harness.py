@@ -39,6 +39,18 @@ def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: fl
     return Learner(build_model(SMALL, vocabulary, seed), settings(**changes), steps=steps, temperature=1.0)
 
 
+def saved(student: Learner) -> tuple[dict[str, torch.Tensor], bytes]:
+    """All of its state, as it is now."""
+    return {name: tensor.detach().clone() for name, tensor in student.tensors().items()}, student.rest()
+
+
+def restore(student: Learner, state: tuple[dict[str, torch.Tensor], bytes]) -> None:
+    with torch.no_grad():
+        for name, tensor in student.tensors().items():
+            tensor.copy_(state[0][name])
+    student.resume(state[1])
+
+
 def engine(weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0) -> TorchEngine:
     """An engine with the learner's weights of this moment, built from another seed than they were."""
     made = TorchEngine(build_model(SMALL, vocabulary, seed + 1000), eos=EOS, seed=seed)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,9 @@ import torch
 
 from rrl.roles.checkpoint_files import DamagedCheckpoint, describe, fresh_folder, incarnation_of, verified
 from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.roles.trainer.learner import Learner
 from rrl.spec.rundir import RunDir
+from rrl.tests.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
 
@@ -23,56 +28,96 @@ def run_dir(tmp_path: Path) -> RunDir:
 def _commit(checkpoints: Checkpoints, run_dir: RunDir, number: int, incarnation: int = 1) -> dict[str, Any]:
     files = _write(checkpoints, run_dir, number, incarnation)
     manifest = describe(run_dir.path, files)
-    checkpoints.committed(files)
+    checkpoints.committed(files[0].parent)
     return manifest
 
 
 def _write(checkpoints: Checkpoints, run_dir: RunDir, number: int, incarnation: int = 1) -> list[Path]:
-    return checkpoints.write(fresh_folder(run_dir.checkpoints, number, incarnation), _state(number))
+    folder = fresh_folder(run_dir.checkpoints, number, incarnation)
+    student = _learner(number)
+    written = checkpoints.write(folder, student.tensors(), student.tensors(), student.rest())
+    assert not written.trouble
+    return [folder / name for name in written.files]
 
 
-def _state(number: int) -> dict[str, Any]:
-    return {"number": number, "model": {"w": torch.full((3,), float(number))}}
+def _learner(number: int = 0) -> Learner:
+    student = harness.learner(seed=number)
+    student.number = number
+    return student
+
+
+def _read(checkpoints: Checkpoints, manifest: dict[str, Any]) -> Learner:
+    student = _learner()
+    checkpoints.read(manifest, student)
+    return student
 
 
 def _there(run_dir: RunDir) -> set[str]:
     return {folder.name for folder in run_dir.checkpoints.iterdir()}
 
 
+def _data(files: list[Path]) -> Path:
+    return next(path for path in files if path.suffix == ".distcp")
+
+
 def test_what_the_manifest_names_is_restored_though_newer_files_lie_beside_it(run_dir: RunDir) -> None:
     manifest = _commit(Checkpoints(run_dir, 1, keep=2), run_dir, 4)
     _write(Checkpoints(run_dir, 1, keep=2), run_dir, 5)
-    state = Checkpoints(run_dir, 2, keep=2).read(manifest)
-    assert state["number"] == 4
-    assert state["model"]["w"].tolist() == [4, 4, 4]
+    student, expected = _read(Checkpoints(run_dir, 2, keep=2), manifest), _learner(4)
+    assert student.number == 4
+    assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in student.tensors().items())
+    assert student.rest() == expected.rest()
 
 
-def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir) -> None:
+@pytest.mark.parametrize("suffix", [".distcp", ".metadata", ".msgpack", ".json"])
+def test_a_flipped_byte_is_noticed_before_anything_is_loaded(run_dir: RunDir, suffix: str) -> None:
     files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
     manifest = describe(run_dir.path, files)
-    content = bytearray(files[0].read_bytes())
+    damaged = next(path for path in files if path.name.endswith(suffix))
+    content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
-    files[0].write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=r"learner\.pt"):
-        Checkpoints(run_dir, 2, keep=2).read(manifest)
+    damaged.write_bytes(content)
+    student, before = _learner(2), harness.saved(_learner(2))[0]
+    with pytest.raises(DamagedCheckpoint, match=re.escape(damaged.name)):
+        Checkpoints(run_dir, 2, keep=2).read(manifest, student)
+    assert student.number == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in student.tensors().items())
 
 
 def test_a_missing_or_a_cut_off_file_is_noticed(run_dir: RunDir) -> None:
     files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
-    manifest = describe(run_dir.path, files)
-    files[0].write_bytes(files[0].read_bytes()[:-1])
+    manifest, data = describe(run_dir.path, files), _data(files)
+    data.write_bytes(data.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpoint):
         verified(run_dir.path, manifest)
-    files[0].unlink()
+    data.unlink()
     with pytest.raises(DamagedCheckpoint, match="No such file"):
         verified(run_dir.path, manifest)
 
 
-def test_a_manifest_without_our_file_is_refused(run_dir: RunDir) -> None:
+def test_a_manifest_without_our_files_is_refused(run_dir: RunDir) -> None:
     other = fresh_folder(run_dir.checkpoints, 1, 1) / "other.bin"
     other.write_bytes(b"x")
-    with pytest.raises(DamagedCheckpoint, match=r"no learner\.pt was committed, but \['other\.bin'\]"):
-        Checkpoints(run_dir, 1, keep=2).read(describe(run_dir.path, [other]))
+    with pytest.raises(DamagedCheckpoint, match=r"no \.metadata was committed, but \['other\.bin'\]"):
+        _read(Checkpoints(run_dir, 1, keep=2), describe(run_dir.path, [other]))
+
+
+def test_what_cannot_be_written_is_told_and_a_full_disk_is_told_apart(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, checkpoints = _learner(1), Checkpoints(run_dir, 1, keep=2)
+    for number, full in ((errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)):
+        folder = fresh_folder(run_dir.checkpoints, 1, 1)
+
+        def refuse(*_: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", refuse)
+            written = checkpoints.write(folder, student.tensors(), student.tensors(), student.rest())
+        assert (written.files, written.full) == ({}, full)
+        assert os.strerror(number) in written.trouble
+        assert folder.name in written.trouble
 
 
 def test_each_attempt_has_a_folder_of_its_own_that_tells_its_maker(run_dir: RunDir) -> None:
@@ -87,8 +132,12 @@ def test_a_foreign_name_tells_no_maker() -> None:
 
 def test_a_checkpoint_is_never_written_over_another(run_dir: RunDir) -> None:
     files = _write(Checkpoints(run_dir, 1, keep=2), run_dir, 1)
-    with pytest.raises(FileExistsError):
-        Checkpoints(run_dir, 1, keep=2).write(files[0].parent, _state(2))
+    student = _learner(2)
+    manifest = describe(run_dir.path, files)
+    again = Checkpoints(run_dir, 1, keep=2).write(files[0].parent, student.tensors(), student.tensors(), b"")
+    assert "File exists" in again.trouble
+    assert again.files == {}
+    assert verified(run_dir.path, manifest)
 
 
 def test_the_last_two_commits_are_kept(run_dir: RunDir) -> None:
@@ -103,7 +152,7 @@ def test_a_restarted_trainer_keeps_what_was_committed_before_it_and_removes_the_
     manifests = [_commit(first, run_dir, number) for number in (1, 2, 3)]
     _write(first, run_dir, 4)  # and killed before the commit
     second = Checkpoints(run_dir, 2, keep=2)
-    second.read(manifests[-1])
+    _read(second, manifests[-1])
     second.remove_garbage()
     assert _there(run_dir) == {"step-2.1.0", "step-3.1.0"}
     _commit(second, run_dir, 4, incarnation=2)
@@ -113,11 +162,11 @@ def test_a_restarted_trainer_keeps_what_was_committed_before_it_and_removes_the_
 def test_a_fenced_trainer_that_wakes_up_late_harms_nothing_of_its_successor(run_dir: RunDir) -> None:
     fenced, successor = Checkpoints(run_dir, 1, keep=2), Checkpoints(run_dir, 2, keep=2)
     manifest = _commit(fenced, run_dir, 1)
-    successor.read(manifest)
+    _read(successor, manifest)
     newest = _commit(successor, run_dir, 2, incarnation=2)
     fenced.remove_garbage()
     Checkpoints(run_dir, 1, keep=2).remove_garbage()  # even one that had not restored anything yet
-    assert successor.read(newest)["number"] == 2
+    assert _read(successor, newest).number == 2
 
 
 def test_what_is_not_a_checkpoint_folder_is_left_alone(run_dir: RunDir) -> None:

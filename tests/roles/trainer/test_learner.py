@@ -1,16 +1,19 @@
 from __future__ import annotations
 
-import io
 import random
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 import numpy
 import pytest
 import torch
+from torch import Tensor
 
+from rrl.roles.model import build_model, materialise, skeleton
 from rrl.roles.tokenizer import EOS
+from rrl.roles.trainer.layout import Layout
 from rrl.roles.trainer.learner import Example, Learner
+from rrl.roles.trainer.practice import practise
 from rrl.roles.trajectories.types import Batch, Trajectory
 from rrl.spec.words import Version
 from rrl.tests.roles.trainer import harness
@@ -40,11 +43,11 @@ def _batch(number: int, student: Learner, version: int = 0) -> Batch:
     return harness.sampled_batch(rollout, prompts, number * 4, 4, 3, number, _first_digit)
 
 
-def _same(one: Any, other: Any) -> bool:
-    first, second = io.BytesIO(), io.BytesIO()
-    torch.save(one, first)
-    torch.save(other, second)
-    return first.getvalue() == second.getvalue()
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)) for name, tensor in one.items()
+    )
 
 
 def test_a_policy_learns_from_its_own_samples_though_they_are_two_versions_old() -> None:
@@ -69,34 +72,69 @@ def test_a_restored_learner_goes_on_bit_for_bit() -> None:
     for number in range(1, 4):
         batches.append(_batch(number, undisturbed))
         undisturbed.step(batches[-1])
-    saved = io.BytesIO()
-    torch.save(undisturbed.state(), saved)
+    saved = harness.saved(undisturbed)
     batches += [_batch(number, undisturbed) for number in (4, 5)]
     expected = [undisturbed.step(batch) for batch in batches[3:]]
 
     restored = harness.learner(seed=2)
     restored.step(batches[0])  # its optimizer has a history of its own, which must be forgotten
-    restored.restore(torch.load(io.BytesIO(saved.getvalue()), weights_only=True))
+    harness.restore(restored, saved)
     assert restored.number == 3
     assert [restored.step(batch) for batch in batches[3:]] == expected
-    assert _same(restored.weights(), undisturbed.weights())
-    optimizers = restored.state()["optimizer"], undisturbed.state()["optimizer"]
-    assert _same(*optimizers)
+    assert _same(restored.tensors(), undisturbed.tensors())
+    assert restored.rest() == undisturbed.rest()
 
 
 def test_every_source_of_chance_is_restored() -> None:
     student = harness.learner()
     numpy.random.normal()  # leaves a second value behind, which is part of the state too
-    state = io.BytesIO()
-    torch.save(student.state(), state)
+    saved = student.rest()
 
     def draw() -> tuple[float, ...]:
         return (*torch.rand(2).tolist(), random.random(), numpy.random.normal(), numpy.random.random())
 
     expected = draw()
-    assert draw() != expected
-    student.restore(torch.load(io.BytesIO(state.getvalue()), weights_only=True))
+    after = draw()
+    assert after != expected
+    student.resume(saved)
     assert draw() == expected
+    student.resume(saved, chance=False)
+    assert draw() == after
+
+
+def test_the_state_has_the_same_shape_before_the_first_step_and_after_it() -> None:
+    student = harness.learner()
+    before = Layout(student.tensors())
+    student.step(_batch(1, student))
+    after = Layout(student.tensors())
+    assert (after.digest, after.nbytes) == (before.digest, before.nbytes)
+    assert Layout(harness.learner(vocabulary=14).tensors()).digest != before.digest
+
+
+def test_a_model_that_is_loaded_and_never_initialised_computes_the_same() -> None:
+    whole = build_model(harness.SMALL, 13, seed=4)
+    empty = skeleton(harness.SMALL, 13)
+    assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
+    materialise(empty, torch.device("cpu"))
+    empty.load_state_dict(whole.state_dict())
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(whole(input_ids=tokens).logits, empty(input_ids=tokens).logits)
+
+
+def test_a_buffer_that_nobody_could_fill_is_refused_not_left_to_chance() -> None:
+    empty = skeleton(harness.SMALL, 13)
+    empty.register_buffer("table", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="table"):
+        materialise(empty, torch.device("cpu"))
+
+
+def test_practice_leaves_no_trace_but_what_it_has_loaded() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    practise(harness.SMALL, 13)
+    assert torch.equal(torch.rand(1), expected)
+    assert not torch.distributed.is_initialized()
 
 
 def test_the_same_seed_builds_the_same_model_and_leaves_chance_as_it_was() -> None:
@@ -163,4 +201,6 @@ def test_a_warm_start_teaches_the_answer_and_not_the_prompt() -> None:
     first = student.warm_start([examples])
     assert student.warm_start([examples] * 60) < 0.1 < first
     assert student.number == 0
-    assert student.state()["optimizer"]["state"] == {}
+    moments = {name: tensor for name, tensor in student.tensors().items() if name.startswith("exp_avg")}
+    assert len(moments) == 2 * len(list(student.model.parameters()))
+    assert not any(tensor.any() for tensor in moments.values())

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.tensors import PackedTensor, unpack
 from rrl.roles.tokenizer import EOS, Tokenizer
 from rrl.roles.trainer import main as trainer_main
+from rrl.roles.trainer.saver import Saver
 from rrl.roles.trajectories.types import Batch, Item, Segment
 from rrl.spec.job import Job
 from rrl.spec.launch import Launch
@@ -65,7 +68,9 @@ class _Worker:
         self.launch = Launch("tag", str(run_dir.path), life, NodeName("n"), (), {}, "/", 1.0, False)
         self.run_dir = run_dir
         self.job = _job()
-        self.settings = self.job["roles"][replica.partition("/")[0]]
+        self.settings = self.job["roles"][replica.partition("/")[0]] | {"snapshots": False}
+        self.rank, self.world, self.node, self.peers = 0, 1, NodeName("n"), None
+        self.stopping = threading.Event()
         self.phases: list[str] = []
         self.published: list[_Version] = []
         self.commits = committed
@@ -84,6 +89,10 @@ class _Worker:
         yield
 
     @property
+    def committed(self) -> int | None:
+        return max(self.commits, default=None)
+
+    @property
     def committed_manifest(self) -> dict[str, Any] | None:
         return self.commits[max(self.commits)] if self.commits else None
 
@@ -93,9 +102,12 @@ class _Worker:
     def checkpoint_dir(self, number: int) -> Path:
         return fresh_folder(self.run_dir.checkpoints, number, self.launch.life.incarnation)
 
-    def commit(self, number: int, files: Sequence[Path], metrics: dict[str, float]) -> None:
+    def commit(
+        self, number: int, files: Sequence[Path], metrics: dict[str, float], digests: dict[str, Any]
+    ) -> None:  # fmt: skip
         if number == self.dies_before_commit_of:
             raise _Died
+        assert digests.keys() == {path.name for path in files}
         self.commits[number] = describe(self.run_dir.path, files)
         self.metrics.append(metrics)
 
@@ -126,6 +138,7 @@ def _batches() -> list[Batch]:
 def _train(monkeypatch: pytest.MonkeyPatch, worker: _Worker, batches: list[Batch]) -> _Worker:
     worker.queue = batches
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
+    monkeypatch.setattr(trainer_main, "Saver", partial(Saver, fail=lambda _: None))  # else it would end pytest
     trainer_main.main()
     return worker
 

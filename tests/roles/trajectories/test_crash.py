@@ -2,116 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec import Struct
 
 from rrl.roles.trajectories.log import LogDamaged
-from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Batch, Bound, CommittedState, Denied, Done, Scoring, Segment
+from rrl.roles.trajectories.types import Batch, Bound, Done
 from rrl.spec.words import Life
-from rrl.tests.roles.trajectories.crew import (
-    BATCH,
-    GROUP,
-    MAX_NEW,
-    OTHER,
-    REWARD,
-    ROLLOUT,
-    TRAINER,
-    bind,
-    commit,
-    generate,
-    lease,
-    life,
-    open_store,
-    score,
-    segment,
-)
-
-AFTER = (9, 9, 9, 9)
-"""what is generated after the crash; what was acknowledged before it has other tokens"""
-NEXT = life("trainer/0", 2)
-
-
-class Acknowledged(Struct):
-    """What the store had promised by the time its file was ``size`` bytes long."""
-
-    size: int
-    segments: dict[tuple[int, int], Segment] = {}
-    scored: dict[int, float] = {}
-    bound: dict[int, Batch] = {}
-    committed: int = 0
-    dropped: dict[str, int] = {}
-    fence: int = 1
-
-
-def _log(folder: Path) -> Path:
-    (path,) = folder.glob("log.*")
-    return path
-
-
-class Script:
-    """A run that meets every kind of record; notes after each flush what is promised from there on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.store = open_store(folder)
-        self.promised = [Acknowledged(_log(folder).stat().st_size)]
-
-    def _note(self, change: Callable[[Acknowledged], None]) -> None:
-        self.store.flush()
-        last = self.promised[-1]
-        now = Acknowledged(
-            _log(self.folder).stat().st_size, dict(last.segments), dict(last.scored), dict(last.bound),
-            last.committed, dict(last.dropped), last.fence,
-        )  # fmt: skip
-        change(now)
-        self.promised.append(now)
-
-    def append(self, who: Life, segments: list[Segment], finished: tuple[int, ...] = ()) -> None:
-        assert self.store.append(who, segments, finished) == Done()
-        self._note(lambda now: now.segments.update({(s.trajectory, s.offset): s for s in segments}))
-
-    def score(self, reward: float) -> None:
-        done = score(self.store, REWARD, 3, reward)
-        self._note(lambda now: now.scored.update(dict.fromkeys(done, reward)))
-
-    def drop(self, trajectory: int) -> None:
-        assert self.store.post_scores(REWARD, [], {trajectory: "no scorer"}) == Done()
-        self._note(lambda now: now.dropped.update({"no scorer": GROUP}))
-
-    def step(self, number: int, who: Life) -> None:
-        batch = bind(self.store, number, who)
-
-        def bound(now: Acknowledged) -> None:
-            now.bound[number], now.fence = batch, who.incarnation
-
-        self._note(bound)
-        commit(self.store, batch, who)
-        self._note(lambda now: setattr(now, "committed", number))
-
-    def run(self) -> None:
-        for number in range(1, 5):
-            mine, yours = lease(self.store, ROLLOUT, 5), lease(self.store, OTHER)
-            self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), number) for x in mine if not x.so_far])
-            rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
-            self.append(ROLLOUT, rest, tuple(x.trajectory for x in mine))
-            self.append(OTHER, [segment(x.trajectory, 0, (7, 1), number) for x in yours],
-                        tuple(x.trajectory for x in yours))  # fmt: skip
-            if number == 2:
-                self.drop(mine[0].trajectory)
-                generate(self.store, OTHER, tokens=(8, 1))
-            while self._unscored():
-                self.score(number / 8)
-            self.step(number, TRAINER if number < 3 else NEXT)
-
-    def _unscored(self) -> bool:
-        answer = self.store.lease_scoring(REWARD, 1)
-        return isinstance(answer, Scoring) and bool(answer.items)
+from rrl.tests.roles.trajectories.crew import MAX_NEW, REWARD, lease, life, open_store, score, segment
+from rrl.tests.roles.trajectories.script import Acknowledged, Script, check, log_in
 
 
 @pytest.fixture(scope="module")
@@ -127,60 +28,13 @@ def _crashed(folder: Path, content: bytes) -> Path:
     return folder
 
 
-def _go_on(store: Store, who: Life, to: int) -> Iterator[Batch]:
-    """Finish the run from where it is: replay what is bound and not committed, then new steps. All its batches."""
-    start = store.committed(who)
-    assert isinstance(start, CommittedState)
-    for number in range((start.number or 0) + 1, to + 1):
-        for _ in range(3):
-            generate(store, tokens=AFTER)
-            score(store, reward=-1.0)
-        batch = bind(store, number, who)
-        yield batch
-        commit(store, batch, who)
-
-
-def _check(folder: Path, promised: Acknowledged, to: int) -> None:
-    who = NEXT
-    store = open_store(folder)
-    if promised.fence > TRAINER.incarnation:
-        assert isinstance(store.committed(TRAINER), Denied)
-    start = store.committed(who)
-    assert isinstance(start, CommittedState)
-    assert (start.number or 0) >= promised.committed
-    for number, batch in promised.bound.items():
-        if number > (start.number or 0) - 2:  # older ones may be forgotten by now
-            answer = store.batch(who, number)
-            assert isinstance(answer, Bound)
-            assert answer.batch == batch
-    seen = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
-    for trajectory, offset in promised.segments:
-        if trajectory in seen:
-            words = promised.segments[trajectory, offset]
-            end = offset + len(words.tokens)
-            assert seen[trajectory].tokens[offset:end] == words.tokens
-            assert seen[trajectory].versions[offset] == words.version
-    for trajectory, reward in promised.scored.items():
-        if trajectory in seen:
-            assert seen[trajectory].reward == reward
-    audit = store.audit()
-    store.close()
-    groups = [group for number in sorted(audit.steps) for group in audit.steps[number]]
-    assert len(set(groups)) == len(groups)
-    assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
-    assert audit.trained == to * BATCH * GROUP
-    assert audit.dropped.items() >= promised.dropped.items()
-    for number, batch in promised.bound.items():
-        assert audit.steps[number] == batch.groups
-
-
 def _promised_at(script: Script, size: int) -> Acknowledged:
     return [promised for promised in script.promised if promised.size <= size][-1]
 
 
 def _cuts(script: Script) -> list[int]:
     """Before, at and behind every end of a record and of a flush, and bytes in between."""
-    content = _log(script.folder).read_bytes()
+    content = log_in(script.folder).read_bytes()
     start = script.promised[0].size
     frames = [at for at in range(start, len(content)) if content.startswith(b"rrlT", at)]
     sizes = [promised.size for promised in script.promised]
@@ -189,15 +43,15 @@ def _cuts(script: Script) -> list[int]:
 
 
 def test_cut_anywhere_nothing_acknowledged_is_lost_and_nothing_is_trained_twice(script: Script, tmp_path: Path) -> None:
-    content = _log(script.folder).read_bytes()
+    content = log_in(script.folder).read_bytes()
     cuts = _cuts(script)
     assert len(cuts) > 100
     for cut in cuts:
-        _check(_crashed(tmp_path / str(cut), content[:cut]), _promised_at(script, cut), to=6)
+        check(_crashed(tmp_path / str(cut), content[:cut]), _promised_at(script, cut), to=6)
 
 
 def test_a_torn_tail_of_any_bytes_is_cut_off(script: Script, tmp_path: Path) -> None:
-    content = _log(script.folder).read_bytes()
+    content = log_in(script.folder).read_bytes()
     whole = script.promised[-4].size
     content = content[: script.promised[-3].size]
     for name, tail in {
@@ -207,21 +61,21 @@ def test_a_torn_tail_of_any_bytes_is_cut_off(script: Script, tmp_path: Path) -> 
         "noise": bytes(range(256)),
         "an absurd length": content[whole : whole + 8] + b"\xff\xff\xff\xff" + content[whole + 12 :],
     }.items():
-        _check(_crashed(tmp_path / name, content[:whole] + tail), _promised_at(script, whole), to=6)
+        check(_crashed(tmp_path / name, content[:whole] + tail), _promised_at(script, whole), to=6)
 
 
 def test_crash_after_crash_keeps_every_promise(script: Script, tmp_path: Path) -> None:
-    content = _log(script.folder).read_bytes()
+    content = log_in(script.folder).read_bytes()
     for cut in _cuts(script)[::9]:
         folder = _crashed(tmp_path / str(cut), content[:cut])
         for _ in range(3):
             open_store(folder, living=()).close()
         assert len(list(folder.iterdir())) == 1
-        _check(folder, _promised_at(script, cut), to=6)
+        check(folder, _promised_at(script, cut), to=6)
 
 
 def test_damage_before_the_last_flush_is_reported_not_guessed_away(script: Script, tmp_path: Path) -> None:
-    content = bytearray(_log(script.folder).read_bytes())
+    content = bytearray(log_in(script.folder).read_bytes())
     for name, at in (("head", 20), ("middle", len(content) // 2), ("last but one", script.promised[-2].size - 9)):
         damaged = content.copy()
         damaged[at] ^= 0x40
@@ -230,21 +84,21 @@ def test_damage_before_the_last_flush_is_reported_not_guessed_away(script: Scrip
 
 
 def test_a_crash_while_the_log_is_rewritten_leaves_the_old_one_valid(script: Script, tmp_path: Path) -> None:
-    content = _log(script.folder).read_bytes()
+    content = log_in(script.folder).read_bytes()
     for name, half in (("claimed", None), ("half", 100), ("unnamed", len(content))):
         folder = _crashed(tmp_path / name, content)
         (folder / "log.2").write_bytes(b"")
         if half is not None:
             (folder / "log.2.new").write_bytes(content[:half])
-        _check(folder, script.promised[-1], to=6)
+        check(folder, script.promised[-1], to=6)
         assert [path.name for path in folder.iterdir()] == ["log.3"]
 
 
 def test_a_crash_between_new_name_and_removal_of_the_old_log_is_harmless(script: Script, tmp_path: Path) -> None:
-    content = _log(script.folder).read_bytes()
+    content = log_in(script.folder).read_bytes()
     folder = _crashed(tmp_path / "both", content[: script.promised[3].size])
     (folder / "log.2").write_bytes(content)
-    _check(folder, script.promised[-1], to=6)
+    check(folder, script.promised[-1], to=6)
 
 
 Move = st.tuples(

@@ -345,28 +345,31 @@ def test_the_digest_covers_what_the_step_sees(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_batches_are_numbered_without_gaps_and_the_uncommitted_are_bounded(tmp_path: Path) -> None:
+def test_batches_are_numbered_without_gaps(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     generate(store)
     score(store)
     assert isinstance(store.batch(TRAINER, 0), Denied)
     assert isinstance(store.batch(TRAINER, 2), Denied)
-    batch = bind(store, 1)
-    assert store.batch(TRAINER, 2) == NotYet()
+    bind(store, 1)
     assert isinstance(store.batch(TRAINER, 3), Denied)
-    commit(store, batch)
     assert isinstance(store.batch(TRAINER, 2), Bound)
 
 
-def test_as_many_steps_may_be_uncommitted_as_asked_for(tmp_path: Path) -> None:
-    store = open_store(tmp_path, keep_uncommitted=2, max_ahead_batches=3)
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_step_can_begin_while_as_many_as_asked_for_are_done_and_not_committed(tmp_path: Path, most: int) -> None:
+    store = open_store(tmp_path, keep_uncommitted=most, max_ahead_batches=5)
     generate(store)
     score(store)
-    first, second = bind(store, 1), bind(store, 2)
-    assert store.batch(TRAINER, 3) == NotYet()
-    assert isinstance(store.commit(TRAINER, 2, manifest(2), second.digest), Denied)
-    commit(store, first)
-    commit(store, second)
+    batches = [bind(store, number) for number in range(1, most + 2)]
+    assert store.batch(TRAINER, most + 2) == NotYet()
+    assert isinstance(store.commit(TRAINER, 2, manifest(2), batches[1].digest), Denied)
+    commit(store, batches[0])
+    bind(store, most + 2)
+    assert store.batch(TRAINER, most + 3) == NotYet()
+    store = open_store(tmp_path, keep_uncommitted=most, max_ahead_batches=5)
+    assert [bind(store, number) for number in range(1, most + 2)] == batches
+    assert store.batch(TRAINER, most + 3) == NotYet()
 
 
 def test_a_commit_counts_once_it_is_said_and_can_be_said_again(tmp_path: Path) -> None:
@@ -437,6 +440,48 @@ def test_the_next_trainer_can_finish_the_commit_of_the_last_one(tmp_path: Path) 
     new = life("trainer/0", 2)
     commit(store, batch, new)
     assert isinstance(store.batch(new, 2), Bound)
+
+
+# ── gangs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+SECOND = life("trainer/0.1")
+
+
+def test_each_member_of_a_gang_gets_the_same_batch_and_only_the_first_commits(tmp_path: Path) -> None:
+    store = open_store(tmp_path, living=(*ALL, SECOND))
+    generate(store)
+    score(store)
+    batch = bind(store, 1, SECOND)
+    assert bind(store, 1, TRAINER) == batch
+    denied = store.commit(SECOND, 1, manifest(1), batch.digest)
+    assert isinstance(denied, Denied)
+    assert not denied.fenced
+    commit(store, batch, TRAINER)
+    assert store.committed(SECOND) == CommittedState(1, manifest(1))
+
+
+@pytest.mark.parametrize("first", ["trainer/0", "trainer/0.1"])
+def test_the_first_word_of_any_member_of_the_next_gang_fences_all_of_the_last_one(tmp_path: Path, first: str) -> None:
+    store = open_store(tmp_path, living=(*ALL, SECOND))
+    generate(store)
+    score(store)
+    batch = bind(store, 1)
+    assert isinstance(store.committed(life(first, 2)), CommittedState)
+    for member in (TRAINER, SECOND):
+        assert _is_fenced(store.committed(member))
+        assert _is_fenced(store.batch(member, 1))
+        assert _is_fenced(store.commit(member, 1, manifest(1), batch.digest))
+    store.flush()
+    store = open_store(tmp_path, living=(*ALL, SECOND))  # a manager that is behind still names the old ones
+    assert _is_fenced(store.batch(SECOND, 1))
+    assert bind(store, 1, life("trainer/0.1", 2)) == batch
+
+
+def test_the_word_of_the_manager_on_one_member_fences_the_last_gang(tmp_path: Path) -> None:
+    store = open_store(tmp_path, living=(*ALL, SECOND))
+    store.peers({ROLLOUT, REWARD, life("trainer/0.1", 2)})
+    assert _is_fenced(store.committed(TRAINER))
+    assert _is_fenced(store.committed(SECOND))
+    assert isinstance(store.committed(life("trainer/0", 2)), CommittedState)
 
 
 # ── keeping and forgetting ─────────────────────────────────────────────────────────────────────────────────────────

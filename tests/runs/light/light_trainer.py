@@ -1,6 +1,7 @@
 """A trainer without a model: its weights are the step's number, its checkpoint is what it was given.
 
-``batches/<step>.<incarnation>.json`` in the run directory tells the test whose tokens went into each step.
+``batches/<step>.<incarnation>.json`` in the run directory tells the test whose tokens went into each step. As a gang
+its ranks meet at every step by files (``gang/``): when one is gone, the others wait for it, as in a collective.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ def main() -> None:
         seen = me.run_dir.path / "batches"
         seen.mkdir(exist_ok=True)
         step = me.committed or 0
+        _meet(me, "start")
+        if me.rank:
+            _follow(me, step)
+            return
         _publish(me, step)
         for batch in me.batches(after=step):
             with me.phase("train"):
@@ -26,6 +31,7 @@ def main() -> None:
                 taken = [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs} for t in batch.trajectories]
                 path = seen / f"{batch.number}.{me.launch.life.incarnation}.json"
                 path.write_text(json.dumps(taken))
+                _meet(me, str(batch.number))
             with me.phase("checkpoint"):
                 file = me.checkpoint_dir(batch.number) / "step.json"
                 file.write_text(json.dumps(batch.number))
@@ -33,6 +39,23 @@ def main() -> None:
                     os.fsync(opened.fileno())
                 me.commit(batch.number, [file])
             _publish(me, batch.number)
+
+
+def _follow(me: rrl.Worker, step: int) -> None:
+    for batch in me.batches(after=step):
+        with me.phase("train"):
+            time.sleep(STEP_SECONDS)
+            _meet(me, str(batch.number))
+
+
+def _meet(me: rrl.Worker, where: str) -> None:
+    """Returns once all ranks of this incarnation are there."""
+    folder = me.run_dir.path / "gang"
+    folder.mkdir(exist_ok=True)
+    marks = [folder / f"{where}.{me.launch.life.incarnation}.{rank}" for rank in range(me.world)]
+    marks[me.rank].touch()
+    while not all(mark.exists() for mark in marks) and not me.stopping.is_set():
+        time.sleep(0.01)
 
 
 def _publish(me: rrl.Worker, step: int) -> None:

@@ -1,0 +1,206 @@
+"""What a checkpoint in each step costs the trainer, at 100 million parameters in one process: how long the step waits,
+against a memcpy of the same bytes, and how much slower whole steps are than without, at a fixed batch.
+
+The state is copied into memory of an agent (snapshots on, the default) or of the trainer's own (off), and written by
+torch.distributed.checkpoint in the background, with fsync and digests. Arms take turns within one run. Prints a table,
+and one JSON object as its last line. Needs 7 GB of memory and of $TMPDIR.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import resource
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rrl.benchmarks._table import print_table
+from rrl.roles.checkpoint_files import Digest, fresh_folder
+from rrl.roles.model import ModelSpec, build_model
+from rrl.roles.snapshots.client import SnapshotClient
+from rrl.roles.snapshots.keeper import Keeper
+from rrl.roles.trainer.buffers import HostBuffers
+from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.learner import Learner, LearnerSettings
+from rrl.roles.trainer.saver import Saver
+from rrl.roles.trajectories.types import Batch, Trajectory
+from rrl.spec.job_roles import TrainerRole
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, NodeName, ReplicaId, Version
+from rrl.transport.keys import RunKeys
+
+MODEL = ModelSpec(
+    hidden_size=768, intermediate_size=2048, layers=12, heads=12, kv_heads=4, head_dim=64, max_length=128,
+    initializer_range=0.02,
+)  # fmt: skip
+VOCABULARY = 16_000
+TRAJECTORIES, GROUP, PROMPT, ANSWER = 16, 4, 8, 16
+"""of the fixed batch; the lengths in tokens"""
+ROUNDS = 5
+STEPS = 2
+"""of each arm in each round of whole steps"""
+OWN, AGENT = "own memory", "agent's memory"
+
+
+class Worker(SimpleNamespace):
+    """What a saver needs of :class:`rrl.Worker`; a commit only notes when it was."""
+
+    def checkpoint_dir(self, number: int) -> Path:
+        return fresh_folder(self.run_dir.checkpoints, number, 1)
+
+    def commit(self, number: int, files: Sequence[Path], metrics: Any, digests: dict[str, Digest]) -> None:
+        self.bytes = sum(each["bytes"] for each in digests.values())
+
+
+class Arm:
+    """A saver over one kind of memory, for a learner that the arms share."""
+
+    def __init__(self, me: Worker, learner: Learner, buffers: HostBuffers) -> None:
+        self._buffers = buffers
+        self.saver = Saver(me, Gang(), learner, Checkpoints(me.run_dir, 1, keep=2), buffers, 1)  # type: ignore[arg-type]
+
+    def save(self) -> float:
+        """s that a step waits."""
+        begun = time.perf_counter()
+        self.saver.save("", {})
+        return time.perf_counter() - begun
+
+    def settle(self) -> float:
+        """s until it is committed."""
+        begun = time.perf_counter()
+        self.saver._wait(0)
+        return time.perf_counter() - begun
+
+
+def main() -> None:
+    print(json.dumps(measure()))
+
+
+def measure() -> dict[str, Any]:
+    """Prints the table; what the last line tells."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
+        run = RunDir(Path(folder) / "run")
+        run.create()
+        keys = RunKeys.make()
+        keeper = Keeper(run.id, NodeName("n"), keys, "")
+        keeper.start()
+        life = Life(ReplicaId("trainer/0"), 1)
+        client = SnapshotClient(run.id, NodeName("n"), keys, life.replica, 0, 1)
+        me = Worker(run_dir=run, launch=SimpleNamespace(life=life), rank=0, world=1, stopping=threading.Event())
+        learner = _learner()
+        try:
+            arms = {AGENT: Arm(me, learner, HostBuffers(client)), OWN: Arm(me, learner, HostBuffers())}
+            return _measure(me, learner, arms)
+        finally:
+            client.close()
+            keeper.close()
+
+
+def _measure(me: Worker, learner: Learner, arms: dict[str, Arm]) -> dict[str, Any]:
+    batches = _batches()
+    learner.step(next(batches))
+    for arm in arms.values():  # the first use of each piece of memory is another matter
+        for _ in range(2):
+            arm.save()
+            arm.settle()
+    nbytes = arms[OWN].saver.layout.nbytes
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    memcpy, blocks, writes = [], {name: [] for name in arms}, {name: [] for name in arms}  # type: ignore[var-annotated]
+    for _ in range(ROUNDS):
+        memcpy.append(_memcpy(arms[OWN], source))
+        for name, arm in arms.items():
+            blocks[name].append(arm.save())
+            writes[name].append(arm.settle())
+    del source
+    without: list[float] = []
+    steps: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(ROUNDS):
+        without.append(_steps(learner, batches, None))
+        for name, arm in arms.items():
+            steps[name].append(_steps(learner, batches, arm))
+            arm.settle()
+    return _report(me, nbytes, memcpy, blocks, writes, without, steps)
+
+
+def _memcpy(own: Arm, source: torch.Tensor) -> float:
+    """s, from private memory to private memory, both touched before."""
+    target = torch.frombuffer(own._buffers._own[0], dtype=torch.uint8)[: source.numel()]
+    begun = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - begun
+
+
+def _steps(learner: Learner, batches: Iterator[Batch], arm: Arm | None) -> float:
+    """s for each of some steps; with an arm, each is saved, and waits for the commit of the one before."""
+    begun = time.perf_counter()
+    for _ in range(STEPS):
+        learner.step(next(batches))
+        if arm is not None:
+            arm.save()
+    return (time.perf_counter() - begun) / STEPS
+
+
+def _report(
+    me: Worker, nbytes: int, memcpy: list[float], blocks: dict[str, list[float]], writes: dict[str, list[float]],
+    without: list[float], steps: dict[str, list[float]],
+) -> dict[str, Any]:  # fmt: skip
+    median = statistics.median
+    copied, plain = median(memcpy), median(without)
+    rows = [["memcpy of the same bytes", f"{copied * 1e3:.0f}", "", "", "", ""]]
+    for name in blocks:
+        block = median(blocks[name])
+        rows.append([
+            name, f"{block * 1e3:.0f}", f"{block / copied:.2f}", f"{(block - 0.02) / copied:.2f}",
+            f"{median(writes[name]):.2f}", f"{median(steps[name]) / plain:.2f}",
+        ])  # fmt: skip
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, 1 thread; "
+          f"{nbytes / 1e9:.2f} GB of state, {me.bytes / 1e9:.2f} GB on disk; "
+          f"a step without checkpoints {plain:.2f} s; peak {peak:.1f} GiB")  # fmt: skip
+    print_table(["", "blocks ms", "/ memcpy", "less 20 ms", "commit s later", "step / without"], rows)
+    block = median(blocks[AGENT])
+    return {
+        "checkpoint_block_over_memcpy": round(block / copied, 3),
+        "checkpoint_slowdown": round(median(steps[AGENT]) / plain, 3),
+        "block_s": round(block, 4), "memcpy_s": round(copied, 4), "step_s": round(plain, 3),
+        "within_bar": block <= 1.3 * copied + 0.02,
+        "own_block_over_memcpy": round(median(blocks[OWN]) / copied, 3),
+        "own_slowdown": round(median(steps[OWN]) / plain, 3),
+        "ran_on": f"{os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}",
+    }  # fmt: skip
+
+
+def _learner() -> Learner:
+    role = TrainerRole().model_dump()
+    settings = LearnerSettings(**{name: role[name] for name in LearnerSettings.__struct_fields__})
+    return Learner(build_model(MODEL, VOCABULARY, seed=0), settings, steps=10_000, temperature=1.0)
+
+
+def _batches() -> Iterator[Batch]:
+    dice = random.Random(0)
+    trajectories = tuple(
+        Trajectory(
+            id=number, group=number // GROUP, prompt=tuple(dice.randrange(VOCABULARY) for _ in range(PROMPT)),
+            tokens=tuple(dice.randrange(VOCABULARY) for _ in range(ANSWER)), logprobs=(-9.7,) * ANSWER,
+            versions=(Version(0, 1),) * ANSWER, reward=dice.random(), training=dice.random(),
+        )
+        for number in range(TRAJECTORIES)
+    )  # fmt: skip
+    for number in itertools.count(1):
+        yield Batch(number, (), "", trajectories)
+
+
+if __name__ == "__main__":
+    main()

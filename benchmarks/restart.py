@@ -1,0 +1,212 @@
+"""The trainer is killed → its next optimizer step is committed: warm standby, in place cold, and the whole job.
+
+Three arms, interleaved in rounds, on the same machine, launcher and job (the quickstart's real torch roles, a trainer
+of one or more ranks); the run's own fault plan kills the trainer's process group by SIGKILL. ``warm``: policy "role"
+with shadows; ``in_place``: policy "role" without; ``job``: policy "job", every role restarts in place from the last
+checkpoint, as RobustRL configured ByteRobust (docs/sources.md). No grace in any arm: what is fenced is killed.
+
+Stages, from the journal: detect (kill → finding), decide (→ fenced), start (→ all ranks have joined), load (→ it
+trains), step (→ the next step is committed). ``steps_lost_max``: K steps may have been done beyond the committed one;
+what of them the trainer does not go on from, by its own word in the log, counts as lost. Prints a table, and one JSON
+object as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from rrl.benchmarks._table import print_table
+from rrl.benchmarks.checkpoint import measure as measure_checkpoint
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Perform
+from rrl.manager.journal import replay
+from rrl.spec.launch import tag_of
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import TRAINER, Life, Verdict, gang_of
+from rrl.tests.lab.runs import TestRun, submit_here, submit_on
+from rrl.tests.lab.slurm import SlurmLab
+
+ROUNDS = 3
+KILLS = 2
+"""in each run; the arms are interleaved run by run: 6 kills an arm"""
+APART = 150
+"""steps between two kills: the shadow that was used is replaced meanwhile"""
+ARMS = {
+    "warm": ('policy = "role"', "warm = true"),
+    "in_place": ('policy = "role"', "warm = false"),
+    "job": ('policy = "job"', "warm = false"),
+}
+STAGES = ("detect", "decide", "start", "load", "step")
+UNCOMMITTED = 1
+"""K, [roles.trainer] uncommitted: its default"""
+NODES = 6
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
+WITHIN = 600.0
+"""s for a run"""
+
+
+class Restart(Struct):
+    """One kill and what followed; times of the manager's clock (s)."""
+
+    killed: float
+    step: int
+    """committed when it was killed"""
+    found: float | None = None
+    fenced: float | None = None
+    joined: float | None = None
+    trains: float | None = None
+    committed: float | None = None
+    life: Life | None = None
+    """that went on"""
+    lost: int = 0
+    """steps that may have been done and were done again"""
+
+    def stages(self) -> list[float]:
+        times = [self.killed, self.found, self.fenced, self.joined, self.trains, self.committed]
+        whole = [time for time in times if time is not None]
+        assert len(whole) == len(times), f"not recovered from: {self}"
+        return [after - before for before, after in pairwise(whole)]
+
+
+def restarts(run: RunDir) -> list[Restart]:
+    """Of the trainer, in order, read from the journal."""
+    found: list[Restart] = []
+    current: Restart | None = None
+    step = 0
+    for stamped in replay(run):
+        event, at = stamped.event, stamped.at
+        match event:
+            case ev.Intended(Perform()):
+                current = Restart(at, step)
+                found.append(current)
+            case ev.StepCommitted(_, number):
+                step = max(step, number)
+                if current is not None and current.trains is not None:
+                    current.committed = at
+                    current.lost = max(0, current.step + UNCOMMITTED - went_on_from(run, current))
+                    current = None
+            case _ if current is not None:
+                _enter(current, event, at)
+            case _:
+                pass
+    return found
+
+
+def went_on_from(run: RunDir, one: Restart) -> int:
+    """The step that the trainer says it goes on from."""
+    assert one.life is not None
+    log = run.log_file(tag_of(run.id, one.life)).read_text()
+    said = re.findall(rf"{re.escape(str(one.life))} goes on from the (?:snapshot|commit) of step (\d+)", log)
+    assert said, f"{one.life} does not say what it goes on from:\n{log[-2000:]}"
+    return int(said[-1])
+
+
+def _enter(one: Restart, event: Any, at: float) -> None:
+    match event:
+        case ev.FindingChanged(finding) if finding.verdict is Verdict.FAIL and one.found is None:
+            one.found = at
+        case ev.Decided(Fence(life)) if gang_of(life.replica) == TRAINER and one.fenced is None:
+            one.fenced = at
+        case ev.Decided() if one.fenced is None:  # of the whole run
+            one.fenced = at
+        case ev.Joined(life) if gang_of(life.replica) == TRAINER and one.fenced is not None:
+            one.joined, one.life = at, Life(gang_of(life.replica), life.incarnation)
+        case ev.PhaseEntered(life, "train") if life.replica == TRAINER and one.joined is not None:
+            one.trains = one.trains or at
+        case _:
+            pass
+
+
+def job(arm: str, cluster: str, ranks: int) -> str:
+    """The quickstart with this arm's settings, and a fault plan of its own."""
+    policy, warm = ARMS[arm]
+    toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
+    steps = (KILLS + 1) * APART
+    for old, new in (
+        ('kind = "local"', f'kind = "{cluster}"'),
+        ("steps = 300", f"steps = {steps}"),
+        ("[roles.trainer]\n", f"[roles.trainer]\nranks = {ranks}\n{warm}\n"),
+        ("[limits]\n", 'beat = "200ms"\nstep_grace = "0s"\n'.join(("[limits]\n", ""))),
+    ):
+        assert old in toml, f"the quickstart has no {old!r}"
+        toml = toml.replace(old, new)
+    faults = [
+        f'[[faults.planned]]\nkind = "kill"\ntarget = "{TRAINER}"\nat = "step={APART * (i + 1)}"\n'
+        for i in range(KILLS)
+    ]
+    return f"{toml}\n[recovery]\n{policy}\nbackoff = \"0s\"\n{''.join(faults)}"
+
+
+@contextmanager
+def place(cluster: str) -> Iterator[Any]:
+    """Where runs are submitted to: a function of a name and a job.toml."""
+    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
+        if cluster == "local":
+            yield lambda name, toml: submit_here(_made(Path(folder) / name), toml)
+        else:
+            with SlurmLab.start(nodes=NODES) as lab:
+                yield lambda name, toml: submit_on(lab, name, toml)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
+    """By arm."""
+    found: dict[str, list[Restart]] = {arm: [] for arm in ARMS}
+    with place(cluster) as submit:
+        for turn in range(rounds):
+            for arm in ARMS:
+                run: TestRun = submit(f"{arm}-{turn}", job(arm, cluster, ranks))
+                state = run.wait_end(WITHIN)
+                assert state.outcome == "completed", f"{arm}: {state.outcome} {state.why}"
+                whole = [one for one in restarts(run.run) if one.committed is not None]
+                assert len(whole) == KILLS, f"{arm}: {len(whole)} of {KILLS} kills were recovered from"
+                found[arm] += whole
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cluster", choices=("local", "slurm"), action="append")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    last: dict[str, float] = {}
+    for cluster in options.cluster or ("local", "slurm"):
+        found = measure(cluster, options.ranks, options.rounds)
+        medians: dict[str, float] = {}
+        rows = []
+        for arm, all_of_it in found.items():
+            stages = [statistics.median(values) for values in zip(*(r.stages() for r in all_of_it), strict=True)]
+            medians[arm] = statistics.median(sum(one.stages()) for one in all_of_it)
+            rows.append([arm, str(len(all_of_it)), *(f"{stage:.3f}" for stage in stages), f"{medians[arm]:.3f}"])
+        print(f"{cluster}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.ranks} ranks; medians, s")
+        print_table(["arm", "kills", *STAGES, "total"], rows)
+        lost = max(one.lost for all_of_it in found.values() for one in all_of_it)
+        last = {
+            "warm_s": round(medians["warm"], 3),
+            "in_place_s": round(medians["in_place"], 3),
+            "job_s": round(medians["job"], 3),
+            "warm_over_job": round(medians["warm"] / medians["job"], 3),
+            "steps_lost_max": lost,
+        }
+    print(json.dumps(last | measure_checkpoint()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What a snapshot of a trainer's state costs: the copy that a step waits for against a memcpy of the same bytes, the
+digest behind it, the copy to a buddy node, and reading it again after a death.
+
+Two real agents on this machine, sent over loopback; one thread copies. ``python snapshots.py [MB] [ROUNDS]``:
+600 MB are one rank's half of 100 M parameters with AdamW in fp32, and take 3 GB here. Prints a table, and one JSON
+object as its last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rrl.benchmarks._table import print_table
+from rrl.roles.snapshots.client import SnapshotClient
+from rrl.spec.words import NodeName, ReplicaId
+from rrl.tests.lab.first import Lab, Manager, lab
+from rrl.transport.messages import AgentBeat, AgentHello
+
+MB, ROUNDS = 600, 6
+BEAT = 0.1
+"""s between two beats of an agent: shorter than a run's, to see what delays one"""
+GANG = ReplicaId("trainer/0")
+
+
+def main() -> None:
+    size = int(sys.argv[1] if len(sys.argv) > 1 else MB) * 10**6
+    rounds = int(sys.argv[2] if len(sys.argv) > 2 else ROUNDS)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder, lab(Path(folder)) as at:
+        figures = asyncio.run(_measured(at, size, rounds))
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {size / 1e6:.0f} MB, {rounds} rounds, medians")
+    print_table(["what", "s"], [[name, f"{value:.3f}"] for name, value in figures.items()])
+    print(json.dumps({"bytes": size, **{name: round(value, 4) for name, value in figures.items()}}))
+
+
+async def _measured(at: Lab, size: int, rounds: int) -> dict[str, float]:
+    async with at.manager() as manager:
+        agents = {}
+        for node in ("local1", "local2"):
+            launch = at.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": str(BEAT)})
+            agents[node] = at.start(launch, "agent").pid
+        hello = await manager.hears(AgentHello, lambda said: said.node == "local2")
+        gaps = asyncio.create_task(_gaps(manager))
+        rest = {node: _pss(pid) for node, pid in agents.items()}
+        client = SnapshotClient(at.run.id, NodeName("local1"), at.keys, GANG, 0, 1)
+        figures = await asyncio.to_thread(_figures, client, hello.keeps, size, rounds)
+        gaps.cancel()
+        await asyncio.gather(gaps, return_exceptions=True)
+        figures["longest_between_beats"] = max(_seen, default=0.0)
+        figures["agents_pss_growth_mb"] = max(_pss(pid) - rest[node] for node, pid in agents.items())
+        client.close()
+        return figures
+
+
+def _figures(client: SnapshotClient, buddy: str, size: int, rounds: int) -> dict[str, float]:
+    """Never more than five times the bytes at once: three here, two at the buddy."""
+    source, own = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    own.copy_(source)
+    prepare = _timed(lambda: client.prepare(size))
+    memcpy, block, seal, push = [], [], [], []
+    for step in range(1, rounds + 1):
+        memcpy.append(_timed(partial(own.copy_, source)))
+        block.append(_timed(partial(_block, client, source, step)))
+        seal.append(_timed(client.settle))
+    del own
+    for step in range(rounds + 1, rounds + 5):
+        _block(client, source, step)
+        client.settle()
+        push.append(_timed(lambda: client.copy_to(buddy)))
+    here, there = client.available()[0], client.available(buddy)[0]
+    read = _timed(lambda: client.read(here))
+    data = torch.frombuffer(client.read(here)[1], dtype=torch.uint8)
+    load = [_timed(partial(source.copy_, data)) for _ in range(3)]
+    del source, data
+    fetch = [_timed(lambda: client.fetch(buddy, there)) for _ in range(3)]
+    median = statistics.median
+    return {
+        "memcpy": median(memcpy), "block": median(block), "block_over_memcpy": median(block) / median(memcpy),
+        "first_blocks": max(block[:2]), "prepare_both_buffers": prepare, "seal": median(seal),
+        "push_first_two": median(push[:2]), "push": median(push[2:]), "read_verified": read, "copy_out": median(load),
+        "fetch_verified": median(fetch),
+    }  # fmt: skip
+
+
+def _block(client: SnapshotClient, source: torch.Tensor, step: int) -> None:
+    """All that a step waits for."""
+    torch.frombuffer(client.buffer(source.numel(), step), dtype=torch.uint8).copy_(source)
+    client.seal(step)
+
+
+def _timed(what: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
+
+
+_seen: list[float] = []
+
+
+async def _gaps(manager: Manager) -> None:
+    """Between two beats of the same agent, as the manager hears them."""
+    last: dict[str, float] = {}
+    while True:
+        now = time.perf_counter()
+        heard, manager.heard = manager.heard, []
+        for beat in heard:
+            if isinstance(beat, AgentBeat):
+                if beat.node in last:
+                    _seen.append(now - last[beat.node])
+                last[beat.node] = now
+        await asyncio.sleep(0.002)
+
+
+def _pss(pid: int) -> float:
+    """MB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""``rrl resume``: a run that has ended goes on from its last commit, under the same id."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+
+from rrl.cli.asking import BadInput, Failed, check_whole, find_run, read
+from rrl.cli.check import asked, planned, tell
+from rrl.cli.status import manager_gone
+from rrl.cli.submit import report, watched
+from rrl.manager import submit as starting
+from rrl.manager.state import State
+from rrl.spec.job import Job
+from rrl.spec.load import load_job
+from rrl.spec.rundir import RunDir
+from rrl.spec.units import seconds
+from rrl.spec.words import Outcome
+from rrl.spec.write import as_toml
+
+FIXED = ("run.name", "run.seed", "cluster.kind", "model", "task")
+"""Keys of job.toml that cannot change: what was trained and stored would be of something else."""
+
+
+def resume(
+    name: str, *, changed: Path | None, steps: int | None, walltime: str | None, wait: bool, json: bool
+) -> int:
+    """Exit codes as of ``rrl submit``."""
+    run = find_run(name)
+    check_whole(run)
+    state = read(run)
+    _check_ended(run, state)
+    assert state is not None
+    job, text, source = _job(run, changed, steps, walltime)
+    _check_fits(run, state, job, changed)
+    planned(job, source)
+    warnings, _ = asked(job, source, False)
+    tell(warnings)
+    try:
+        warning = starting.resume(run, job, text, source)
+    except (OSError, RuntimeError) as error:
+        raise Failed(f"{run.id} could not be resumed: {error}") from None
+    tell([warning] if warning else [])
+    return watched(run, json, state.seq) if wait else report(run, json)
+
+
+def _check_ended(run: RunDir, state: State | None) -> None:
+    if state is None:
+        raise BadInput(f"{run.id} has not begun yet; see: rrl status {run.id}")
+    if state.outcome is None:
+        alone = manager_gone(run)
+        raise BadInput(f"{run.id} has not ended{'; its manager: ' + alone if alone else ''}; see: rrl status {run.id}")
+
+
+def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | None) -> tuple[Job, bytes, Path]:
+    """The job as it goes on, its text, and where it came from: the folder of that is the roles' working folder."""
+    source = changed or Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
+    path = changed or run.job_toml
+    job, text = load_job(path), path.read_bytes()
+    if steps is None and walltime is None:
+        return job, text, source
+    if steps is not None:
+        job = job.model_copy(update={"run": job.run.model_copy(update={"steps": steps})})
+    if walltime is not None:
+        job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"walltime": _seconds(walltime)})})
+    return job, as_toml(job).encode(), source
+
+
+def _seconds(text: str) -> float:
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise BadInput(f"--walltime: {error}") from None
+
+
+def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
+    """Raises BadInput where there is nothing to go on with, or it would be another run."""
+    steps = job.run.steps or 0
+    if state.outcome is Outcome.COMPLETED and state.step >= steps:
+        left = f"its {steps} steps are committed; to go on: --steps with more" if steps else "nothing is left to do"
+        raise BadInput(f"{run.id} is complete: {left}")
+    if steps and state.step >= steps:
+        raise BadInput(f"{run.id} has committed {state.step} steps, and run.steps is {steps}; give --steps with more")
+    if changed is None:
+        return
+    before = load_job(run.job_toml)
+    for key in FIXED:
+        if attrgetter(key)(before) != attrgetter(key)(job):
+            raise BadInput(f"{changed}: {key} is not that of {run.id}; to change it start a new run")

@@ -1,0 +1,212 @@
+"""The processes of one trainer, as they find each other: always a fresh rendezvous, in each incarnation anew.
+
+The first member opens a key-value store of torch's and announces it through the manager; the others wait to hear of it.
+torch's store takes anybody's word, so it listens at the run's own address only, under keys that nobody can guess. All
+groups are made at the start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import rrl
+from rrl.roles.link import Stopping
+from rrl.spec.words import Life, member_id
+from rrl.transport.address import interfaces
+from rrl.transport.messages import Peers
+
+FORMED_BY = 60.0
+"""s within which all members must have met once all have joined (until then the manager's deadlines hold). torch's own
+are not kept: a rendezvous under used keys failed after 25 s with a timeout of 5 (docs/sources.md)"""
+STANDSTILL = 900.0
+"""s after which a collective operation that a member is missing from fails. The manager finds a member that hangs long
+before; this is for a network that swallows what is sent"""
+TOLD_BY = 10.0
+"""s that a member which lost another one waits to be told so. Survivors fail 30 ms after a death: who leaves first by
+itself would be taken for its cause"""
+_LOOK = 0.2
+"""s between two looks whether the manager asked us to stop"""
+_LOST = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe")
+"""parts of messages of torch's when another member is gone: it raises plain RuntimeErrors"""
+
+T = TypeVar("T")
+
+
+class Gang:
+    """``world`` processes, of which this is ``rank``; alone (the default) it needs nothing of torch.distributed.
+
+    ``talk`` is the gloo group of the main thread, ``files`` that of the thread that writes checkpoints."""
+
+    def __init__(
+        self, rank: int = 0, world: int = 1, device: torch.device | None = None, *, mesh: DeviceMesh | None = None,
+        talk: dist.ProcessGroup | None = None, files: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.world = rank, world
+        self.device = device or torch.device("cpu")
+        self.talk, self.files = talk, files
+        self._mesh = mesh
+        self.file_mesh = DeviceMesh.from_group(files, "cpu") if files is not None else None
+        """for host copies of shards"""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Spread the parameters over the members (FSDP2), a layer at a time."""
+        if self._mesh is not None:
+            for layer in model.get_submodule("model.layers").children():
+                fully_shard(layer, mesh=self._mesh)
+            fully_shard(model, mesh=self._mesh)
+        return model
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Of all members, place by place."""
+        if self.talk is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.talk)
+        return [float(value) for value in total]
+
+    def all(self, mine: bool) -> bool:
+        """Whether it is so for each member."""
+        return self.sum([float(mine)])[0] == self.world
+
+    def gather(self, mine: T) -> list[T]:
+        """What each member says, by rank."""
+        if self.talk is None:
+            return [mine]
+        said: list[Any] = [None] * self.world
+        dist.all_gather_object(said, mine, group=self.talk)
+        return said
+
+    def together(self, items: Iterable[T]) -> Iterator[T]:
+        """As far as each member has one more. A member that is asked to stop may hear of it a step before another."""
+        iterator = iter(items)
+        while True:
+            item = next(iterator, None)
+            if not self.all(item is not None) or item is None:
+                return
+            yield item
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor; all members must call it."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def form(me: rrl.Worker) -> Gang:
+    """Meet the other members. Ends the process when that takes longer than FORMED_BY. Raises Stopping."""
+    device = torch.device("cuda", 0) if me.launch.gpus and torch.cuda.is_available() else torch.device("cpu")
+    if me.world == 1:
+        return Gang(device=device)
+    _stay_on(me.host)
+    first = me.launch.life.gang
+    timeout = timedelta(seconds=STANDSTILL)
+    store = _open_store(me) if me.rank == 0 else None
+    place = _once_all_have_joined(me, first)
+    with _or_end(FORMED_BY, f"{me.launch.life}: the {me.world} members of {first} have not met in {FORMED_BY:g} s"):
+        store = store or _connected(place)
+        keys = PrefixStore(_unguessable(me.keys.secret, first), store)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
+        talk, files = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        mesh = init_device_mesh(device.type, (me.world,))
+        dist.barrier(group=talk)
+    return Gang(me.rank, me.world, device, mesh=mesh, talk=talk, files=files)
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether this says that another member is gone."""
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
+
+
+@contextmanager
+def waits_to_be_told(me: rrl.Worker) -> Iterator[None]:
+    """Let whoever really failed be found first: a survivor is fenced within TOLD_BY, which ends it, or ends itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        if me.world > 1 and lost_another(error):
+            print(f"rrl: {me.launch.life} lost another member of its gang: {error}", file=sys.stderr, flush=True)
+            me.stopping.wait(TOLD_BY)
+        raise
+
+
+def _stay_on(address: str) -> None:
+    """gloo and NCCL listen on an interface that they are told by name."""
+    name = next((one.name for one in interfaces() if one.address == address), None)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def _unguessable(secret: bytes, gang: Life) -> str:
+    return hmac.digest(secret, f"gang {gang}".encode(), hashlib.sha256).hex()
+
+
+def _open_store(me: rrl.Worker) -> TCPStore:
+    """On a socket of ours: told an address, torch listens on every interface all the same."""
+    with socket.create_server((me.host, 0), backlog=max(128, me.world)) as listening:
+        port = int(listening.getsockname()[1])
+        fd = os.dup(listening.fileno())
+        timeout = timedelta(seconds=FORMED_BY)
+        store = TCPStore(me.host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+    me.announce(f"tcp://{me.host}:{port}")
+    return store
+
+
+def _once_all_have_joined(me: rrl.Worker, first: Life) -> str:
+    """Where the first one's store is."""
+    members = [Life(member_id(first.replica, rank), first.incarnation) for rank in range(me.world)]
+    place: list[str] = []
+    complete = threading.Event()
+
+    def look(peers: Peers) -> None:
+        joined = {peer.life: peer.listens for peer in peers.peers.values() if peer.joined}
+        if joined.keys() >= set(members) and (listens := joined[first]):
+            place.append(listens)
+            complete.set()
+
+    me.on_peers(look)
+    while not complete.wait(_LOOK):
+        if me.stopping.is_set():
+            raise Stopping
+    return place[0]
+
+
+def _connected(place: str) -> TCPStore:
+    host, _, port = place.removeprefix("tcp://").rpartition(":")
+    return TCPStore(host, int(port), None, False, timedelta(seconds=FORMED_BY), wait_for_workers=False)
+
+
+@contextmanager
+def _or_end(within: float, why: str) -> Iterator[None]:
+    """torch waits where no exception reaches it: when it is too late the process ends."""
+
+    def end() -> None:
+        print(f"rrl: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(within, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,161 @@
+"""``rrl drain`` and ``rrl undrain``: what is left for the manager, and what is told of what it did."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from rrl.cli import app
+from rrl.manager import events as ev
+from rrl.manager.actions import Drain, Exclude, Readmit, Undrain, Why
+from rrl.manager.cluster import NodeSeen, NodeState
+from rrl.manager.journal import Journal
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import NodeName, Outcome
+from rrl.tests.cli.story import Story, completed, job_view
+from rrl.tests.cli.waiting import eventually
+
+RUN = "small-7"
+N3, N5 = NodeName("n3"), NodeName("n5")
+REASON = f"rrl:{RUN}:asked by anna: fan"
+EXCLUDED = ev.Decided(Exclude(N5, Why(("asked by anna: fan",)), by="anna: fan"))
+DRAIN = ev.Intended(Drain(N5, REASON, Why(("asked by anna: fan",))))
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    return tmp_path
+
+
+def works() -> Story:
+    return Story(RUN, job_view(cluster="slurm")).works()
+
+
+def letters(run: RunDir) -> list[Path]:
+    return list(run.mailbox.glob("[!.]*.json"))
+
+
+def ordered(command: str) -> ev.Commanded:
+    return ev.Commanded(command, "anna", "c1", N5, reason="fan" if command == "drain" else "")
+
+
+def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) -> int:
+    """The exit code, where the manager does this once it has taken the letter."""
+    run = story.written(root)
+    codes: list[int] = []
+    waiting = threading.Thread(target=lambda: codes.append(app.run(arguments)), daemon=True)
+    waiting.start()
+    eventually(lambda: bool(letters(run)))
+    told = len(story.stamped)
+    story.tell(*events)
+    journal = Journal(run, 2)
+    for stamped in story.stamped[told:]:
+        journal.append(stamped)
+    journal.close()
+    letters(run)[0].unlink()
+    waiting.join(timeout=30)
+    assert not waiting.is_alive()
+    return codes[0]
+
+
+@pytest.mark.parametrize("command", ["drain", "undrain"])
+def test_one_letter_is_left_for_the_manager(
+    root: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = works().written(root)
+    flags = ["--reason", "fan is loud"] if command == "drain" else []
+    assert app.run([command, RUN, "n3", *flags, "--no-wait"]) == 0
+    assert capsys.readouterr().out == f"{RUN}: its manager is asked to {command} n3\n"
+    (letter,) = letters(run)
+    told = json.loads(letter.read_text())
+    assert (told["command"], told["target"]) == (command, "n3")
+    assert told.get("reason", "") == ("fan is loud" if flags else "")
+    assert told["by"]
+
+
+@pytest.mark.parametrize("command", ["drain", "undrain"])
+def test_what_is_no_node_of_the_run_is_said_in_one_line(
+    root: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = works().written(root)
+    assert app.run([command, RUN, "n99"]) == 2
+    assert capsys.readouterr().err == 'rrl: no node "n99" in this run; it has n1, n2, n3, n4, n5\n'
+    assert not letters(run)
+
+
+def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    completed(RUN).written(root)
+    assert app.run(["drain", RUN, "n3"]) == 2
+    assert capsys.readouterr().err == f"rrl: {RUN} is completed: it needs no node any more\n"
+    fresh = RunDir(root / "fresh-1")
+    fresh.create()
+    assert app.run(["drain", "fresh-1", "n3"]) == 2
+    assert "fresh-1 has not begun yet" in capsys.readouterr().err
+
+
+def test_it_says_that_the_node_is_drained_and_how(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = (ordered("drain"), EXCLUDED, DRAIN, ev.Done("n5!drain", True))
+    assert answered(works(), root, ["drain", RUN, "n5", "--reason", "fan"], *done) == 0
+    assert capsys.readouterr().out == f"n5 is drained: {REASON}\n"
+
+
+def test_it_says_that_we_may_not_and_who_is_asked(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = ev.Done("n5!drain", False, "we may not drain nodes here: slurm_update error: Invalid user id")
+    assert answered(works(), root, ["drain", RUN, "n5"], ordered("drain"), EXCLUDED, DRAIN, refused) == 0
+    assert capsys.readouterr().out == (
+        "n5 is used no more by this run; its drain is asked for in summary.json: we may not drain nodes here:"
+        " slurm_update error: Invalid user id\n"
+    )
+
+
+def test_it_says_what_somebody_else_has_laid_down(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = ev.NodeChanged(N5, NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan"))
+    assert answered(works(), root, ["drain", RUN, "n5"], ordered("drain"), other, EXCLUDED) == 0
+    assert capsys.readouterr().out == "n5 is used no more by this run; IDLE+DRAIN: bad fan\n"
+
+
+def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = works().tell(ordered("drain"), EXCLUDED, DRAIN, ev.Done("n5!drain", True))
+    story.tell(ev.NodeChanged(N5, NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}")))
+    back = (
+        ordered("undrain"), ev.Decided(Readmit(N5, Why(("asked by anna",)))),
+        ev.Intended(Undrain(N5, REASON, Why(("asked by anna",)))), ev.Done("n5!undrain", True),
+        ev.NodeChanged(N5, NodeSeen(NodeState.UP, "IDLE")),
+    )  # fmt: skip
+    assert answered(story, root, ["undrain", RUN, "n5"], *back) == 0
+    assert capsys.readouterr().out == "n5 may be used again; Slurm says IDLE\n"
+
+
+def test_who_moves_first_is_told_while_it_waits(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = works()
+    run = story.written(root)
+    codes: list[int] = []
+    waiting = threading.Thread(target=lambda: codes.append(app.run(["drain", RUN, "n3"])), daemon=True)
+    waiting.start()
+    eventually(lambda: bool(letters(run)))
+    told = len(story.stamped)
+    story.tell(ev.Commanded("drain", "anna", "c1", N3))
+    journal = Journal(run, 2)
+    for stamped in story.stamped[told:]:
+        journal.append(stamped)
+    journal.flush()
+    letters(run)[0].unlink()
+    said: list[str] = []
+
+    def moving() -> bool:
+        said.append(capsys.readouterr().err)
+        return "n3: rollout/0 moves first ..." in "".join(said)
+
+    eventually(moving)
+    told = len(story.stamped)
+    story.ends(Outcome.CANCELLED, "cancel by somebody")
+    for stamped in story.stamped[told:]:
+        journal.append(stamped)
+    journal.close()
+    waiting.join(timeout=30)
+    assert codes == [1]
+    assert f"{RUN} ended before that" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""What rrl status says of storage that cannot be written, and of nodes that the cluster takes back or holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli.status import LEAST_FREE, storage_trouble
+from rrl.cli.views.status import status_view
+from rrl.manager.cluster import AllocationState
+from rrl.manager.events import AllocationChanged
+from rrl.spec.rundir import RunDir
+from rrl.tests.cli.pictures import drawn
+from rrl.tests.cli.story import Story
+
+
+class _There:
+    def __init__(self, free: int, flags: int = 0) -> None:
+        self.f_bavail, self.f_frsize, self.f_flag = free // 4096, 4096, flags
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        (_There(LEAST_FREE), ""),
+        (_There(0), "the run directory is full"),
+        (_There(2**40, os.ST_RDONLY), "the run directory is read-only"),
+    ],
+    ids=["room", "full", "read-only"],
+)
+def test_storage_that_cannot_be_written_is_said_where_the_journal_cannot_say_it(
+    there: _There, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: there)
+    said = storage_trouble(RunDir(tmp_path))
+    assert said.startswith(told)
+    assert bool(said) == bool(told)
+    assert not told or said.endswith("the roles go on")
+
+
+def test_a_run_directory_that_is_away_is_said_too(tmp_path: Path) -> None:
+    assert storage_trouble(RunDir(tmp_path / "nothing")).startswith("the run directory is away (No such file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"state": AllocationState.SUSPENDED}, "suspended"),
+        ({"taken": True, "left": 30.0}, "preempted"),
+        ({"state": AllocationState.PENDING, "nodes": (), "detail": "PENDING: held by an administrator"},
+         "held by an administrator"),
+    ],
+    ids=["suspended", "preempted", "held"],
+)  # fmt: skip
+def test_what_the_cluster_does_with_an_allocation_is_shown(changes: dict[str, object], told: str) -> None:
+    story = Story().works()
+    (held,) = story.told().allocations.values()
+    assert held.seen is not None
+    story.tell(AllocationChanged(held.tag, msgspec.structs.replace(held.seen, **changes)))
+    picture = drawn(status_view(story.told(), story.now, 160), 160)
+    assert told in picture, picture
+    assert told not in drawn(status_view(Story().works().told(), story.now, 160), 160)

@@ -1,0 +1,135 @@
+"""A disk that can be looked at, cut off and filled up: it stands between this process and the files of one folder.
+
+Every call that changes the folder is seen before and after it is made. What a crash at that moment may leave is told by
+:meth:`Moment.images`: what a dead process leaves, and what a power cut leaves of writes that nobody had synced. Any
+call can be made to fail instead. Files are real; only files that lie directly in the folder are of this disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+_CALLS = {
+    "open": True, "write": True, "fsync": False, "fdatasync": False, "replace": False, "unlink": False,
+    "ftruncate": False,
+}  # fmt: skip
+"""what is seen, and whether it needs room on the disk"""
+Image = dict[str, bytes]
+"""What lies in the folder: content by name."""
+
+
+class Moment(Struct, frozen=True):
+    """The folder before or after one call. ``synced``: what is certainly there after a power cut."""
+
+    call: str
+    """``write log.1``"""
+    number: int
+    """of the call, from 0"""
+    now: Image
+    written: Image
+    """of the files of now: what of them was synced"""
+    synced: Image
+    """the names that were synced, with what was synced of each"""
+    note: int
+    """what :attr:`FakeDisk.note` said"""
+
+    def images(self, cuts: Callable[[int, int], Iterable[int]]) -> Iterator[Image]:
+        """Everything that a crash may leave. ``cuts(start, end)``: after which of the bytes of a file that nobody had
+        synced it is torn."""
+        yield from (self.now, self.synced, self.written)
+        for name, data in self.now.items():
+            safe = self.written[name]
+            if len(data) == len(safe) or not data.startswith(safe):
+                continue
+            tail = len(data) - len(safe)
+            torn = [data[:cut] for cut in cuts(len(safe), len(data))]
+            torn += [safe + bytes(tail), safe + bytes(tail // 2) + data[len(safe) + tail // 2 :]]  # grown, not filled
+            for one in torn:
+                yield self.now | {name: one}
+                if name in self.synced and safe == self.synced[name]:
+                    yield self.synced | {name: one}
+
+
+class Died(BaseException):
+    """kill -9 of the process before a call."""
+
+
+class FakeDisk:
+    """The files of ``folder``. ``fail_at``: the call of this number fails with ``error``; a write first writes half.
+    ``full``: until it is taken back, whatever needs room fails. ``die_before``: the next such call (as in
+    ``Moment.call``) is not made any more, and raises Died."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.moments: list[Moment] = []
+        self.calls: list[str] = []
+        self.note = 0
+        self.fail_at = -1
+        self.error = errno.ENOSPC
+        self.full = False
+        self.die_before = ""
+        self.watch = True
+        """keep moments"""
+        self._synced: dict[int, bytes] = {}
+        """by inode"""
+        self._named: dict[str, int] = {}
+        """inodes by name, as of the folder's last sync"""
+        for name, needs_room in _CALLS.items():
+            patch.setattr(os, name, self._standing_in(name, getattr(os, name), needs_room))
+
+    def _standing_in(self, name: str, real: Callable[..., Any], needs_room: bool) -> Callable[..., Any]:
+        def call(what: Any, *args: Any, **more: Any) -> Any:
+            where = self._path_of(what)
+            creates = name != "open" or bool(args and args[0] & (os.O_CREAT | os.O_TRUNC))
+            if where is None or not creates:
+                return real(what, *args, **more)
+            number = len(self.calls)
+            told = f"{name} {where.name if where != self.folder else 'the folder'}"
+            self.calls.append(told)
+            self._look(told, number)
+            if told == self.die_before:
+                self.die_before = ""
+                raise Died
+            if number == self.fail_at or (self.full and needs_room):
+                if name == "write":
+                    real(what, args[0][: len(args[0]) // 2])
+                self._look(told, number)
+                raise OSError(self.error, os.strerror(self.error), str(where))
+            done = real(what, *args, **more)
+            if name in ("fsync", "fdatasync"):
+                self._sync(what, where)
+            elif name == "open":
+                self._synced.pop(os.fstat(done).st_ino, None)  # a new file may have the number of one that is gone
+            self._look(told, number)
+            return done
+
+        return call
+
+    def _path_of(self, what: Any) -> Path | None:
+        """Of a path or descriptor; None where it is not of this disk."""
+        path = Path(os.readlink(f"/proc/self/fd/{what}")) if isinstance(what, int) else Path(os.fspath(what))
+        return path if self.folder in (path, path.parent) else None
+
+    def _sync(self, fd: int, where: Path) -> None:
+        if where == self.folder:
+            self._named = {entry.name: entry.inode() for entry in os.scandir(self.folder)}
+        else:
+            self._synced[os.fstat(fd).st_ino] = where.read_bytes()
+
+    def _look(self, told: str, number: int) -> None:
+        if not self.watch:
+            return
+        held = {entry.name: (entry.inode(), Path(entry.path).read_bytes()) for entry in os.scandir(self.folder)}
+        now = {name: data for name, (_, data) in held.items()}
+        written = {name: self._synced.get(inode, b"") for name, (inode, _) in held.items()}
+        synced = {name: self._synced.get(inode, b"") for name, inode in self._named.items()}
+        self.moments.append(Moment(told, number, now, written, synced, self.note))
+
+

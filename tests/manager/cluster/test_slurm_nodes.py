@@ -1,0 +1,216 @@
+"""Single nodes of a real Slurm: drained, taken back and given back, with the rights that we have and without."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+from collections.abc import Callable, Coroutine, Iterator
+
+import pytest
+
+from rrl.manager.cluster import AllocationState, Refused, Unanswered
+from rrl.manager.cluster.slurm import SlurmCluster
+from rrl.manager.cluster.slurm_commands import Ended
+from rrl.manager.cluster.slurm_nodes import SlurmNodes
+from rrl.manager.cluster.slurm_text import Job
+from rrl.spec.words import NodeName
+from rrl.tests.lab.plain_user import call_as
+from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.manager.cluster.test_slurm import FAST, Run, as_user, lives, state, until
+
+N1, N2, N3, N4 = (NodeName(f"n{i}") for i in range(1, 5))
+OURS = "rrl:run-1:gpu: xid: agent: Xid 79, GPU 3 has fallen off the bus"
+
+
+@pytest.fixture
+def lab(slurm_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield slurm_lab
+    for node in slurm_lab.nodes:
+        if "DRAIN" in shown(slurm_lab, node) or "DOWN" in shown(slurm_lab, node):
+            slurm_lab.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    slurm_lab.clear()
+
+
+@pytest.fixture
+def run(lab: SlurmLab) -> Run:
+    path = lab.home / f"nodes{len(list(lab.home.glob('nodes*')))}"
+    lab.call_as_user(path.mkdir)
+    return Run(path)
+
+
+def shown(lab: SlurmLab, node: str) -> str:
+    """State and reason, as Slurm has them."""
+    text = lab.slurm("scontrol", "show", "node", "-o", node)
+    reason = text.partition(" Reason=")[2].partition(" [")[0].strip()
+    return text.partition(" State=")[2].split()[0] + (f": {reason}" if reason else "")
+
+
+def set_down(lab: SlurmLab, node: str, state: str, reason: str) -> None:
+    lab.slurm("scontrol", "update", f"NodeName={node}", f"State={state}", f"Reason={reason}")
+
+
+def as_admin(lab: SlurmLab, scenario: Callable[[SlurmCluster], Coroutine[None, None, None]]) -> None:
+    """With the daemons' rights."""
+    cluster = SlurmCluster("run-1", "python", FAST)
+    call_as(getpass.getuser(), lambda: asyncio.run(scenario(cluster)), lab.environment(), lab.dir, 60.0)
+
+
+# ── drained ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_drain_of_ours_can_be_repeated_is_seen_and_taken_back(lab: SlurmLab) -> None:
+    async def scenario(slurm: SlurmCluster) -> None:
+        for _ in range(2):
+            await slurm.drain(N1, OURS)
+        assert shown(lab, N1) == f"IDLE+DRAIN: {OURS}"
+        observed = await slurm.observe()
+        assert observed.nodes is not None
+        assert observed.nodes[N1].detail == f"IDLE+DRAIN: {OURS}"
+        for _ in range(2):
+            await slurm.undrain(N1, OURS)
+        assert "DRAIN" not in shown(lab, N1)
+
+    as_admin(lab, scenario)
+
+
+def test_what_somebody_else_has_laid_down_stays_and_is_named(lab: SlurmLab) -> None:
+    set_down(lab, N1, "DOWN", "bad fan")
+    set_down(lab, N2, "DRAIN", "bad disk")
+    set_down(lab, N3, "DRAIN", "rrl:run-2:gpu: another run")
+    before = [shown(lab, node) for node in (N1, N2, N3)]
+
+    async def scenario(slurm: SlurmCluster) -> None:
+        for node, reason in ((N1, "bad fan"), (N2, "bad disk"), (N3, "rrl:run-2:gpu: another run")):
+            with pytest.raises(Refused, match=reason):
+                await slurm.drain(node, OURS)
+        await slurm.undrain(N1, OURS)  # it is not drained
+        for node in (N2, N3):
+            with pytest.raises(Refused, match="not our drain"):
+                await slurm.undrain(node, OURS)
+        assert [shown(lab, node) for node in (N1, N2, N3)] == before
+        await slurm.drain(N4, OURS)
+        set_down(lab, N4, "DOWN", OURS)  # whoever does that keeps the drain
+        await slurm.undrain(N4, OURS)
+        assert shown(lab, N4).startswith("DOWN")
+        assert "DRAIN" not in shown(lab, N4)
+        with pytest.raises(Refused, match="not known to Slurm"):
+            await slurm.drain(NodeName("nowhere"), OURS)
+
+    as_admin(lab, scenario)
+
+
+def test_without_rights_slurmctld_is_asked_once_and_says_no(lab: SlurmLab, run: Run) -> None:
+    """Where root starts the lab; else the plain user is SlurmUser, who may."""
+    if lab.user == getpass.getuser():
+        return
+
+    def violations() -> int:
+        return (lab.dir / "log/slurmctld.log").read_text().count("Security violation, UPDATE_NODE")
+
+    before = violations()
+
+    async def scenario() -> None:
+        slurm = run.cluster()
+        for node in (N1, N2):
+            with pytest.raises(Refused, match="we may not drain nodes here"):
+                await slurm.drain(node, OURS)
+
+    as_user(lab, scenario)
+    assert violations() == before + 1
+    assert "DRAIN" not in shown(lab, N1)
+
+
+def test_a_silent_slurmctld_leaves_a_drain_open() -> None:
+    async def scenario() -> None:
+        async def silent(argv: tuple[str, ...]) -> Ended:
+            raise Unanswered("scontrol: no answer within 10 s")
+
+        async def idle(argv: tuple[str, ...]) -> Ended:
+            return Ended(0, "NodeName=n1 State=IDLE ThreadsPerCore=1\n", "")
+
+        for nodes in (SlurmNodes(silent, silent), SlurmNodes(idle, silent), SlurmNodes(idle, idle)):
+            with pytest.raises(Unanswered):
+                await nodes.drain(N1, OURS)
+
+    asyncio.run(scenario())
+
+
+# ── given back ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: SlurmLab, run: Run) -> None:
+    again = lab.version >= (24, 11)
+
+    async def scenario() -> None:
+        slurm = run.cluster()
+        first, second, third = await run.hold(slurm, 3)
+        for number, node in enumerate((first, second, third)):
+            await slurm.launch(run.step(f"s{number}", node))
+        pids = [await run.pid(f"s{number}") for number in range(3)]
+        for _ in range(2):
+            await slurm.shrink(run.pool, (first,))
+        await until(slurm, lambda seen: seen.allocations and seen.allocations[run.pool].nodes == (second, third))
+        await until(slurm, lambda seen: set(seen.steps or ()) == {run.tag("s1"), run.tag("s2")})
+        assert [lives(pid) for pid in pids] == [False, True, True]
+        lab.wait_states({first: "idle"})
+        await slurm.launch(run.step("s3", third))
+        assert lives(await run.pid("s3"))
+        with pytest.raises(Refused, match="nothing of job"):
+            await slurm.shrink(run.pool, (second, third))
+        if again:
+            await slurm.shrink(run.pool, (second,))
+        else:
+            with pytest.raises(Refused, match="Slurm does not shrink"):
+                await slurm.shrink(run.pool, (second,))
+        assert [lives(pid) for pid in pids] == [False, not again, True]
+        await slurm.release(run.pool)
+        await until(slurm, lambda seen: state(seen, run.pool) is AllocationState.ENDED)
+        await slurm.close()
+
+    as_user(lab, scenario)
+
+
+def test_the_node_of_a_batch_script_stays(lab: SlurmLab, run: Run) -> None:
+    async def scenario() -> None:
+        slurm = run.cluster(hold="sbatch")
+        first, second = await run.hold(slurm, 2)
+        await slurm.launch(run.step("s1", second))
+        pid = await run.pid("s1")
+        with pytest.raises(Refused, match="Slurm does not shrink"):
+            await slurm.shrink(run.pool, (first,))
+        seen = await slurm.observe()
+        assert seen.allocations is not None
+        assert seen.allocations[run.pool].nodes == (first, second)
+        assert lives(pid)
+        await slurm.release(run.pool)
+        await slurm.close()
+
+    as_user(lab, scenario)
+
+
+def test_of_a_heterogeneous_job_nothing_is_given_back_that_would_cost_the_others() -> None:
+    async def never(argv: tuple[str, ...]) -> Ended:
+        raise AssertionError(argv)
+
+    first = Job("5", AllocationState.RUNNING, (N1, N2), "", "", "", leader="5")
+    second = Job("6", AllocationState.RUNNING, (N3, N4), "", "", "", leader="5", offset=1)
+
+    async def scenario() -> None:
+        nodes = SlurmNodes(never, never)
+        with pytest.raises(Refused, match="first component"):
+            await nodes.shrink(first, (N1,))
+        with pytest.raises(Refused, match="with one node ends"):
+            await nodes.shrink(second, (N3,))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("said", "kind"), [
+    ("Unexpected message received for job 1", Refused), ("Invalid node name specified for job 4", Refused),
+    ("Job is no longer pending execution for job 1", Refused), ("slurm_update error: Invalid user id", Refused),
+    ("Unable to contact slurm controller (connect failure)", Unanswered), ("Socket timed out", Unanswered),
+])  # fmt: skip
+def test_what_slurm_says_to_a_shrinking_job(said: str, kind: type[Exception]) -> None:
+    async def saying(argv: tuple[str, ...]) -> Ended:
+        assert argv == ("scontrol", "update", "JobId=7", "NodeList=n[2-3]")
+        return Ended(1, "", said)
+
+    job = Job("7", AllocationState.RUNNING, (N1, N2, N3), "", "", "")
+    with pytest.raises(kind):
+        asyncio.run(SlurmNodes(saying, saying).shrink(job, (N1,)))

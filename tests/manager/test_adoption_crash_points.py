@@ -1,0 +1,140 @@
+"""The manager may die over any record of an adoption: one process becomes the trainer, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Launch
+from rrl.manager.fold import fold
+from rrl.manager.journal import replay
+from rrl.manager.state import State
+from rrl.spec.faults import At, Fault, FaultKind
+from rrl.spec.jobview import Limits
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import SHADOW, Life, Outcome, ReplicaId
+from rrl.tests.manager import virtual
+from rrl.tests.manager.jobs import RUN, TRAINER, gang_job
+from rrl.tests.manager.site import Site, prepare
+from rrl.transport.keys import RunKeys
+
+LIMITS = Limits(beat=0.5, silence=4.0, join=40.0, quiet=20.0, poll=10.0, lease=3.0)
+KILL = Fault("f0", FaultKind.KILL, TRAINER, At(step=2))
+JOB = gang_job(1, 1, rollouts=2, spares=1, steps=4, limits=LIMITS, faults=[KILL])
+KEYS = RunKeys.make()
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here loses power: what was written is there."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def lived(prepared: Callable[[Site], None] = lambda site: None) -> tuple[Site, State]:
+    """One run to its end, which is a good one."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        run = RunDir(Path(folder) / RUN)
+        run.create()
+        KEYS.save(run.keys)
+
+        async def live() -> Site:
+            site = Site(run, JOB, 8)
+            prepared(site)
+            prepare(site, patch)
+            assert await site.manage() is Outcome.COMPLETED
+            assert site.actors == {}, "steps that outlived the run"
+            assert site.doubled == [], "requested or launched twice"
+            await site.to_rest()
+            return site
+
+        site = virtual.run(live())
+        state = None
+        for stamped in replay(run):
+            state = fold(state, stamped)
+        assert state is not None
+        assert (site.allocations, state.allocations, state.intents) == ({}, {}, {})
+        assert state.step == JOB.steps
+        assert len(site.granted) == 1
+        return site, state
+
+
+def lives_of(site: Site) -> dict[ReplicaId, set[Life]]:
+    """Every life that joined, by replica; shadows and agents left out."""
+    found: dict[ReplicaId, set[Life]] = {}
+    for stamped in site.records:
+        if isinstance(stamped.event, ev.Joined) and not stamped.event.life.replica.startswith(SHADOW):
+            found.setdefault(stamped.event.life.replica, set()).add(stamped.event.life)
+    return found
+
+
+def assert_nobody_else_came_back(site: Site) -> None:
+    again = [id for id, lives in lives_of(site).items() if id != TRAINER and len(lives) > 1]
+    assert again == [], site.kill_at
+
+
+def around_the_adoption(records: list[ev.Stamped]) -> range:
+    """Numbers of the records from the trainer's fence to the first commit of what its shadow became."""
+    fence = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence))
+    commit = next(s.seq for s in records if isinstance(s.event, ev.StepCommitted) and s.event.life == Life(TRAINER, 2))
+    return range(fence - 3, commit + 2)
+
+
+@pytest.fixture(scope="module")
+def unharmed() -> Site:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        site, _ = lived()
+    return site
+
+
+def test_a_killed_trainer_goes_on_as_the_shadow_of_its_node(unharmed: Site) -> None:
+    assert unharmed.became == [f"shadow/{_home(unharmed)}#1 trainer/0#2"]
+    assert_nobody_else_came_back(unharmed)
+    assert len(lives_of(unharmed)[TRAINER]) == 2
+    adoption = next(s.event.action for s in unharmed.records if isinstance(s.event, ev.Intended)
+                    and isinstance(s.event.action, Launch) and s.event.action.shadow is not None)  # fmt: skip
+    assert adoption.why.evidence
+
+
+def _home(site: Site) -> str:
+    joined = (stamped.event for stamped in site.records if isinstance(stamped.event, ev.Joined))
+    return next(event.node for event in joined if event.life.replica == TRAINER)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_manager_that_dies_over_any_record_of_it_changes_nothing_about_the_end(unharmed: Site, before: bool) -> None:
+    """Whoever was told before the record was durable is not believed as what it became, and the next one is told."""
+    for kill_at in around_the_adoption(unharmed.records):
+
+        def doomed(site: Site, at: int = kill_at) -> None:
+            site.kill_at, site.before = at, before
+
+        site, _ = lived(doomed)
+        assert site.managers == 2, kill_at
+        assert_nobody_else_came_back(site)
+        assert (len(site.became), len(lives_of(site)[TRAINER])) == (1, 2), kill_at
+
+
+def test_a_shadow_that_dies_with_its_trainer_leaves_a_cold_start(unharmed: Site) -> None:
+    """Both ends are heard before anything is decided, or the adoption fails by its step's end: in either case nobody
+    else is touched."""
+
+    def doomed(site: Site) -> None:
+        commit = site.commit
+
+        def then_kill() -> None:
+            commit()
+            if site.committed == 2:
+                for actor in [one for one in site.actors.values() if one.role in ("trainer", SHADOW)]:
+                    actor.die()
+
+        site.commit = then_kill  # type: ignore[method-assign]
+
+    site, _ = lived(doomed)
+    assert_nobody_else_came_back(site)
+    assert len(lives_of(site)[TRAINER]) >= 2

@@ -1,0 +1,180 @@
+"""A cluster that is away, slow or lying, and a run directory that is full, in the middle of recoveries: nothing is done
+twice, nobody is condemned for it, and nobody is asked more often than when all is well."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Exclude, Fence, Launch, Request
+from rrl.manager.cluster import Observed, Unanswered
+from rrl.manager.journal import Journal
+from rrl.spec.words import Outcome
+from rrl.tests.manager import virtual
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER
+from rrl.tests.manager.site import Site
+from rrl.tests.manager.test_crash_points import COMPLETES, LIMITS, assert_ended_well, lived, starts
+
+AWAY = 60.0
+"""s"""
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+class Outage:
+    """slurmctld is away from when a step is committed: looks and commands time out. ``looks``: when it was asked."""
+
+    def __init__(self, site: Site, at: int, lasts: float = AWAY) -> None:
+        self.site, self.at, self.lasts = site, at, lasts
+        self.began: float | None = None
+        self.looks: list[float] = []
+        self._commit, self._observe = site.commit, site.observe
+        for name in ("commit", "observe"):
+            setattr(site, name, getattr(self, name))
+
+    @property
+    def away(self) -> bool:
+        return self.began is not None and virtual.Clock.monotonic() < self.began + self.lasts
+
+    def commit(self) -> None:
+        if self.site.committed + 1 == self.at:
+            self.began = virtual.Clock.monotonic()
+        self._commit()
+
+    def observe(self) -> Observed:
+        self.looks.append(virtual.Clock.monotonic())
+        return Observed(None, None, None, "squeue: timed out") if self.away else self._observe()
+
+
+def during(outage: Outage) -> list[float]:
+    assert outage.began is not None
+    return [at for at in outage.looks if outage.began <= at < outage.began + outage.lasts]
+
+
+def out_at(step: int, crash: bool, held: list[Outage], commands: bool = True) -> Callable[[Site], None]:
+    def prepared(site: Site) -> None:
+        if not crash:
+            site.crash_at = -1
+        outage = Outage(site, step)
+        held.append(outage)
+        if commands:
+            patch_commands(site, outage)
+
+    return prepared
+
+
+def patch_commands(site: Site, outage: Outage) -> None:
+    """What is asked meanwhile is not heard."""
+    for name in ("request", "launch"):
+        real = getattr(site, name)
+
+        def asked(what: object, real: Callable[[object], None] = real) -> None:
+            if outage.away:
+                raise Unanswered("timed out")
+            real(what)
+
+        setattr(site, name, asked)
+
+
+def test_a_cluster_that_is_away_for_a_minute_hurts_nobody() -> None:
+    held: list[Outage] = []
+    site, outcome, state = lived(COMPLETES, out_at(1, crash=False, held=held))
+    assert (outcome, site.managers, state.step) == (Outcome.COMPLETED, 1, 3)
+    started = starts(site)
+    assert started[f"{STORE}".replace("/", "-")] == started[f"{TRAINER}".replace("/", "-")] == 1
+    fenced = {s.event.action.life.replica for s in site.records
+              if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Fence)}  # fmt: skip
+    assert fenced <= {ROLLOUTS[0]}, "the planned fault, and nobody else"
+    assert site.granted == ["small-1.pool"]
+    failures = [one.why for one in state.replica(ROLLOUTS[0]).failures]
+    assert failures == ["exit_record: step: ended by signal 9 (SIGKILL); signalled"], "what nobody heard is no failure"
+
+
+def test_a_node_that_dies_while_the_cluster_is_away_is_made_up_for_once_it_is_back_and_only_once() -> None:
+    held: list[Outage] = []
+    site, outcome, state = lived(COMPLETES, out_at(2, crash=True, held=held))
+    assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_a_cluster_that_is_away_is_asked_less_often_and_not_more() -> None:
+    held: list[Outage] = []
+    lived(COMPLETES, out_at(2, crash=True, held=held))
+    (outage,) = held
+    looks = during(outage)
+    pauses = [later - earlier for earlier, later in pairwise(looks)]
+    assert len(looks) <= AWAY / LIMITS.poll + 5, f"{len(looks)} looks"
+    assert max(pauses) <= LIMITS.poll + 1.0, "and it is seen when it is back"
+    assert all(later >= earlier - 0.5 for earlier, later in pairwise(pauses))
+
+
+# ── the run directory ────────────────────────────────────────────────────────────────────────────────────────────────
+DEEDS: dict[str, Callable[[ev.Event], bool]] = {
+    "fence": lambda e: isinstance(e, ev.Decided) and isinstance(e.action, Fence),
+    "exclusion": lambda e: isinstance(e, ev.Decided) and isinstance(e.action, Exclude),
+    "replacement": lambda e: isinstance(e, ev.Intended) and isinstance(e.action, Request) and ".more" in e.action.tag,
+    "relaunch": lambda e: isinstance(e, ev.Intended) and isinstance(e.action, Launch)
+    and e.action.life.incarnation == 2,
+    "rejoined": lambda e: isinstance(e, ev.Joined) and e.life.incarnation == 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+@pytest.mark.parametrize("moment", DEEDS)
+def test_in_any_moment_of_a_recovery_nothing_is_done_that_is_not_written_down(
+    moment: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trouble = DEEDS[moment]
+    bad = {"flushes": 0, "began": 0}
+    flush = Journal.flush
+
+    def failing(self: Journal) -> None:
+        site = held[0]
+        if not bad["began"] and any(trouble(stamped.event) for stamped in site.records):
+            bad["began"], bad["flushes"] = 1, 25
+            bad["granted"], bad["launched"] = len(site.granted), len(site.launched)
+            bad["committed"] = site.committed
+        if bad["flushes"]:
+            bad["flushes"] -= 1
+            assert (len(site.granted), len(site.launched)) == (bad["granted"], bad["launched"]), "done, and not durable"
+            raise OSError(number, os.strerror(number))
+        flush(self)
+
+    held: list[Site] = []
+    monkeypatch.setattr(Journal, "flush", failing)
+    site, outcome, state = lived(COMPLETES, held.append)
+    assert bad["began"], "the moment never came"
+    assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_roles_go_on_while_the_run_directory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of it: the trainer commits, and the manager, once it can write again, knows."""
+    steps = 40
+    longer = msgspec.structs.replace(COMPLETES.job, steps=steps)
+    script = msgspec.structs.replace(COMPLETES, crash_at=-1, granted=1, job=longer)
+    held: list[Site] = []
+    seen: dict[str, float] = {}
+    flush = Journal.flush
+
+    def failing(self: Journal) -> None:
+        site, now = held[0], virtual.Clock.monotonic()
+        if site.committed >= 2 and now < seen.setdefault("until", now + AWAY):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        seen.setdefault("committed", site.committed) if "until" in seen else None
+        flush(self)
+
+    monkeypatch.setattr(Journal, "flush", failing)
+    site, outcome, state = lived(script, held.append)
+    assert (outcome, state.step, site.managers) == (Outcome.COMPLETED, steps, 1)
+    assert seen["committed"] > 10, "nobody worked meanwhile"
+    assert {r: n for r, n in starts(site).items() if not r.startswith(("agent", "rollout-0"))} == {
+        "trajectories-0": 1, f"{REWARD}".replace("/", "-"): 1, "trainer-0": 1, "rollout-1": 1
+    }  # fmt: skip

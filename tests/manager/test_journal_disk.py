@@ -1,0 +1,194 @@
+"""The journal's writers die at any call that they make of their disk, by a kill or with the power, or that call fails:
+what was flushed is read again, in order and whole, and the next manager goes on behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.fold import fold
+from rrl.manager.journal import read_state, replay
+from rrl.manager.state import State
+from rrl.spec.rundir import RunDir
+from rrl.tests.lab.fake_disk import Died, FakeDisk, Image
+from rrl.tests.manager.jobs import RUN
+from rrl.tests.manager.journal_writer import BEGUN, Writer
+
+FIRST = "000001-000001.seg"
+RECORDS = 1000
+"""bytes; more is written at once only as a segment's head"""
+
+
+class Story:
+    """Two managers: the first one goes over into a second segment and dies over a write, the other one follows; the
+    first one thaws and writes on, which nobody shall ever read. ``flushed[i]``: the records that were flushed when
+    ``disk.note`` was i; the next manager may have found more."""
+
+    def __init__(self, run: RunDir, disk: FakeDisk) -> None:
+        self.run, self.disk = run, disk
+        self.flushed: list[list[ev.Stamped]] = [[]]
+        self.timelines: list[list[ev.Stamped]] = []
+        """of each manager: all that could be read while it wrote"""
+
+    def _noted(self, records: list[ev.Stamped]) -> None:
+        self.flushed.append(list(records))
+        self.disk.note = len(self.flushed) - 1
+
+    def tell(self) -> None:
+        first = Writer(self.run).begin()
+        self.timelines.append(first.written)
+        self._noted(first.written)
+        for step in (1, 2):
+            self._noted(first.steps(2 * step - 1, 2 * step).flush().written)
+        self._noted(first.steps(5).rotate().written)
+        self._noted(first.flush().written)
+        self.disk.die_before = f"fsync {FIRST.replace('1.seg', '2.seg')}"
+        with pytest.raises(Died):
+            first.steps(6, 7).flush()
+        found = list(replay(self.run))
+        second = Writer(self.run, 2)
+        second.written = found
+        self.timelines.append(found)
+        self._noted(found)
+        self._noted(second.steps(8).flush().written)
+        first.flush()  # thawed
+        first.steps(9).rotate().steps(10).flush()
+        self._noted(second.rotate().steps(11).flush().written)
+        second.journal.close()
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    run = _run(tmp_path_factory.mktemp("story"))
+    with pytest.MonkeyPatch.context() as patch:
+        told = Story(run, FakeDisk(run.journal, patch))
+        told.tell()
+    return told
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power cut would leave is reckoned, not tried: nothing has to reach the real disk."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: None)
+
+
+def _run(folder: Path) -> RunDir:
+    run = RunDir(folder / RUN)
+    run.create()
+    return run
+
+
+def _left(folder: Path, image: Image) -> RunDir:
+    folder.mkdir()
+    run = _run(folder)
+    for name, data in image.items():
+        (run.journal / name).write_bytes(data)
+    return run
+
+
+def _folded(records: list[ev.Stamped]) -> State | None:
+    state: State | None = None
+    for stamped in records:
+        state = fold(state, stamped)
+    return state
+
+
+def _check(run: RunDir, flushed: list[ev.Stamped], timelines: list[list[ev.Stamped]]) -> None:
+    """All of ``flushed`` is read, perhaps followed by what was written and not yet flushed, and a manager goes on."""
+    read = list(replay(run))
+    assert read[: len(flushed)] == flushed
+    assert any(read == timeline[: len(read)] for timeline in timelines), "somebody else's records"
+    assert read_state(run) == _folded(read)
+    if not read:
+        return
+    following = Writer(run, epoch=9)
+    assert following.state == _folded(read)
+    following.steps(100).flush().rotate().steps(101).flush()
+    following.journal.close()
+    assert list(replay(run)) == [*read, *following.written]
+    assert read_state(run) == following.state
+
+
+def test_the_story_meets_every_kind_of_call(story: Story) -> None:
+    assert {call.split()[0] for call in story.disk.calls} == {"open", "write", "fsync"}
+    assert [stamped.epoch for stamped in story.timelines[1]].count(2) == 2
+    assert len(story.timelines[1]) == len(story.flushed[5]) + 4, "what was written and not flushed was found"
+
+
+def _die_everywhere(story: Story, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
+    """How many different folders a crash could leave; each of them is read, and a manager goes on in it."""
+    seen: set[bytes] = set()
+    for moment in story.disk.moments:
+        for image in moment.images(cuts):
+            mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
+            if mark in seen:
+                continue
+            seen.add(mark)
+            try:
+                _check(_left(tmp_path / str(len(seen)), image), story.flushed[moment.note], story.timelines)
+            except BaseException as error:
+                error.add_note(f"{moment.number}: {moment.call}; {({name: len(data) for name, data in image.items()})}")
+                raise
+    return len(seen)
+
+
+def test_dead_at_any_call_what_was_flushed_is_there_and_the_next_manager_goes_on(story: Story, tmp_path: Path) -> None:
+    assert _die_everywhere(story, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 80
+
+
+@pytest.mark.soak
+def test_torn_at_every_byte_of_every_write_it_is_read_all_the_same(story: Story, tmp_path: Path) -> None:
+    def cuts(start: int, end: int) -> range:
+        return range(start, end, 1 if end - start < RECORDS else 17)
+
+    assert _die_everywhere(story, tmp_path, cuts) > 800
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_any_call_may_fail_and_what_waits_is_written_as_soon_as_it_can_be(tmp_path: Path, error: int) -> None:
+    number, failed = 0, True
+    while failed:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run = _run(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            disk = FakeDisk(run.journal, patch)
+            disk.watch, disk.fail_at, disk.error = False, number, error
+            written = _written_whatever_fails(run)
+        try:
+            _check(run, written, [written])
+        except BaseException as wrong:
+            wrong.add_note(f"{number}: {disk.calls[number]}")
+            raise
+        failed, number = number < len(disk.calls), number + 1
+    assert number > 20
+
+
+def _written_whatever_fails(run: RunDir) -> list[ev.Stamped]:
+    """A manager that tries again what failed, as the real one does: with the next flush, or as the next epoch."""
+    epoch = 1
+    while True:
+        try:
+            writer = Writer(run, epoch)
+            break
+        except OSError:
+            epoch += 1
+    writer.write(*BEGUN)
+    for attempt in range(8):
+        writer.steps(attempt)
+        with contextlib.suppress(OSError):
+            writer.flush()
+            if attempt % 3 == 2:
+                writer.rotate()
+    with contextlib.suppress(OSError):
+        writer.flush()
+    writer.journal.close()
+    return writer.written

@@ -1,0 +1,868 @@
+"""The repair ladder: which rung is taken on which evidence, what is expected of it, and when the run as a whole
+restarts or ends.
+
+Who failed and what is decided are read from the decisions that :class:`World` records."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
+from rrl.manager.fold_lives import LONGEST_PAUSE
+from rrl.manager.planner.ending import said_at_the_end
+from rrl.manager.planner.ladder import HELPER, POLICIES, depth
+from rrl.manager.planner.terms import FINAL_GRACES
+from rrl.manager.state import Status, workers
+from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.job import RecoveryTable
+from rrl.spec.jobview import Limits, Recovery
+from rrl.spec.words import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, member_id, role_of
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, in_parts, job
+from rrl.tests.manager.world import World, assert_nothing_is_left, found, lost, requests
+
+POOL = f"{RUN}.pool"
+R0, R1 = ROLLOUTS
+ALL = (STORE, REWARD, TRAINER, R0, R1)
+T0, T1, T2, T3 = GANG = tuple(member_id(TRAINER, rank) for rank in range(4))
+N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
+_AWAY = "exit_record: step: {} failed"
+
+
+def fences(world: World) -> list[Fence]:
+    """Of roles, in the order of their decision."""
+    return [fence for fence in world.decided(Fence) if role_of(fence.life.replica) not in (AGENT, SHADOW)]
+
+
+def charged(world: World) -> list[tuple[str, Rung]]:
+    return [(str(fence.life), fence.rung) for fence in fences(world) if fence.charged]
+
+
+def fail(world: World, replica: ReplicaId, detector: str = "exit_record") -> None:
+    """It is found to have failed, and nothing else happens before that is decided."""
+    world.happen(found(world.state.replica(replica).life, detector, world.now))
+
+
+def at_step(world: World, step: int) -> World:
+    world.commit(step)
+    return world
+
+
+def told(world: World, evidence: str) -> bool:
+    return any(evidence in one for action in world.actions for one in action.why.evidence)
+
+
+# ── the ladder as data ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_every_policy_that_job_toml_knows_is_a_ladder_that_goes_down_and_ends_with_the_runs_end() -> None:
+    assert set(POLICIES) == set(RecoveryTable.model_fields["policy"].annotation.__args__)  # type: ignore[union-attr]
+    for steps in POLICIES.values():
+        depths = [depth(step.rung) for step in steps]
+        assert depths == sorted(depths)
+        assert (steps[-1].rung, steps[-1].fits(None)) == (Rung.GIVE_UP, True)  # type: ignore[arg-type]
+    assert HELPER[-1].fits(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_decision_of_a_bad_day_names_evidence_rung_expectation_and_deadline(policy: str) -> None:
+    recovery = Recovery(policy=policy, per_replica=4)
+    world = World(gang_job(recovery=recovery, standbys=1), nodes=20).steady().warmed()
+    for replica in (T1, R0, STORE, T0, T0, R1):
+        world.kill(replica)
+        world.play(world.works, at_most=300.0)
+    if world.state.verdict is None:
+        world.lose_node(world.node_of(T2))
+        world.play(world.works, at_most=2000.0)
+    decided = [one for one in world.actions if isinstance(one, Fence | RestartAll | Finish)]
+    assert len(decided) > 6
+    for one in decided:
+        assert one.why.evidence, one
+        assert one.why.rung, one
+        assert one.why.expects, one
+        assert one.why.by is not None, one
+
+
+# ── rung by rung ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_process_that_failed_on_a_good_node_restarts_in_place_and_has_a_deadline_to_join() -> None:
+    world = World(job()).steady()
+    life = world.state.replica(R0).life
+    fail(world, R0)
+    (fence,) = fences(world)
+    assert (fence.life, fence.rung, fence.charged, fence.to) == (life, Rung.IN_PLACE, True, None)
+    assert fence.why.evidence == (_AWAY.format(life),)
+    assert (fence.why.expects, fence.why.by) == (f"joins again on {N3}", world.now + world.state.job.limits.join)
+
+
+def test_in_place_a_ready_shadow_goes_on_and_has_the_time_that_an_adoption_takes() -> None:
+    world = World(gang_job(1, 1)).steady().warmed()
+    home, limits = world.node_of(TRAINER), world.state.job.limits
+    fail(world, TRAINER)
+    (fence,) = fences(world)
+    assert (fence.rung, fence.why.expects) == (Rung.IN_PLACE, f"its shadow on {home} goes on as trainer/0")
+    assert fence.why.by == world.now + limits.step_grace + world.state.job.recovery.adopt
+    world.steady()
+    assert world.node_of(TRAINER) == home
+
+
+def test_of_two_spares_the_one_with_a_ready_shadow_is_taken() -> None:
+    world = World(gang_job(1, 1, spares=2)).steady().warmed()
+    (warm,) = [node for node in world.shadows() if node != world.node_of(TRAINER)]
+    world.lose_node(world.node_of(TRAINER))
+    world.steady()
+    (fence,) = [fence for fence in fences(world) if fence.charged]
+    assert (fence.rung, fence.to) == (Rung.SPARE, warm)
+    assert fence.why.expects == f"the shadow on the spare {warm} goes on as trainer/0"
+    assert world.node_of(TRAINER) == warm
+
+
+def test_without_a_warm_spare_a_rollouts_node_is_taken_and_the_rollout_is_made_up_for_in_the_background() -> None:
+    world = World(gang_job(1, 1, standbys=1, spares=0), nodes=20).steady().warmed()
+    (stands,) = [node for node in world.shadows() if node != world.node_of(TRAINER)]
+    (rollout,) = [one for one in workers(world.state) if one.node == stands]
+    world.lose_node(world.node_of(TRAINER))
+    world.steady()
+    fence, driven = fences(world)
+    assert (fence.rung, fence.to, fence.charged) == (Rung.STANDBY, stands, True)
+    assert fence.why.expects == f"the shadow on {stands} goes on as trainer/0; its rollout moves"
+    assert (driven.life, driven.rung, driven.charged) == (rollout.life, Rung.STANDBY, False)
+    assert driven.why.evidence == (f"trainer/0 is wanted on {stands}, where a shadow waits to become it",)
+    assert world.node_of(TRAINER) == stands
+    assert world.state.replica(rollout.id).failures == ()
+    assert (len(requests(world)), world.asks[requests(world)[-1]].count) == (2, 1)
+
+
+def test_a_warm_rollouts_node_comes_before_a_cold_spare_which_the_rollout_then_takes() -> None:
+    world = World(gang_job(1, 1, standbys=1, spares=2)).steady().warmed()
+    spares = [node for node in world.shadows() if node not in {one.node for one in workers(world.state)}]
+    for node in spares:
+        fail(world, ReplicaId(f"shadow/{node}"))  # it is not ready for the moment
+    stands = next(one.node for one in workers(world.state) if one.role == "rollout" and one.node in world.shadows())
+    world.happen(lost(world.node_of(TRAINER), world.now))
+    assert [fence.rung for fence in fences(world)] == [Rung.STANDBY, Rung.STANDBY]
+    world.steady()
+    assert world.node_of(TRAINER) == stands
+    assert requests(world) == [POOL]
+
+
+def test_the_last_rollout_that_the_run_needs_keeps_its_node() -> None:
+    world = World(gang_job(1, 1, standbys=1, spares=0, rollouts=1), nodes=20).steady().warmed()
+    world.lose_node(world.node_of(TRAINER))
+    world.steady()
+    assert charged(world) == [("trainer/0#1", Rung.REPLACEMENT)]
+    assert world.incarnations()[R0] == 1
+
+
+def test_a_cold_spare_comes_before_a_replacement_and_that_has_the_time_that_a_request_takes() -> None:
+    world = World(job(), nodes=9).steady()
+    world.lose_node(world.node_of(TRAINER))
+    world.steady()
+    world.lose_node(world.node_of(TRAINER))
+    world.steady()
+    spare, replacement = (fence for fence in fences(world))
+    assert (spare.rung, spare.why.expects) == (Rung.SPARE, "joins again on a spare node")
+    assert (replacement.rung, replacement.why.expects) == (
+        Rung.REPLACEMENT, "joins again once a replacement node is there",
+    )  # fmt: skip
+    limits = world.state.job.limits
+    began = next(s.at for s in world.events if isinstance(s.event, ev.Decided) and s.event.action is replacement)
+    assert replacement.why.by == began + limits.allocation + limits.join
+
+
+def test_a_shadow_that_does_not_become_what_it_was_told_to_is_a_failed_restart_and_the_next_one_is_cold() -> None:
+    world = World(gang_job(1, 1)).steady().warmed()
+    world.mute = {world.node_of(TRAINER)}
+    world.kill(TRAINER)
+    world.steady()
+    assert charged(world) == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
+    assert [start.joined for start in world.state.replica(TRAINER).failures] == [True, False]
+    assert world.decided(RestartAll) == []
+
+
+# ── gangs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_member_that_dies_takes_its_gang_with_it_and_alone_pays_for_it() -> None:
+    world = World(gang_job(warm=False)).steady()
+    homes = {one: world.node_of(one) for one in GANG}
+    others = {one.id: one.incarnation for one in workers(world.state) if one.role != "trainer"}
+    fail(world, T1)
+    assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
+    rest = [fence for fence in fences(world) if not fence.charged]
+    assert [fence.life for fence in rest] == [Life(one, 1) for one in (T0, T2, T3)]
+    for fence in rest:
+        assert fence.rung is Rung.IN_PLACE
+        assert fence.why.evidence == (f"its gang restarts: trainer/0.1#1: {_AWAY.format('trainer/0.1#1')}",)
+        assert fence.why.by == world.now + world.state.job.limits.join
+    world.steady()
+    assert {one: world.node_of(one) for one in GANG} == homes
+    assert {one: len(world.state.replica(one).failures) for one in GANG} == {T0: 0, T1: 1, T2: 0, T3: 0}
+    assert world.incarnations() == others | dict.fromkeys(GANG, 2)
+
+
+def test_members_that_go_down_with_the_first_are_not_held_to_account() -> None:
+    world = World(gang_job(warm=False)).steady()
+    for late, member in ((0.2, T0), (0.0, T3), (0.1, T1)):
+        world.record(found(world.state.replica(member).life, "exit_record", world.now + late))
+    world.steady()
+    assert charged(world) == [("trainer/0.3#1", Rung.IN_PLACE)]
+
+
+def test_a_gang_that_loses_a_node_moves_those_that_were_there_and_the_others_keep_their_places() -> None:
+    world = World(gang_job(warm=False), nodes=9).steady()
+    homes = {one: world.node_of(one) for one in GANG}
+    gone = homes[T2]
+    assert homes[T3] == gone
+    world.lose_node(gone)
+    world.steady()
+    assert charged(world) == [("trainer/0.2#1", Rung.SPARE)]
+    assert {one: world.node_of(one) for one in (T0, T1)} == {one: homes[one] for one in (T0, T1)}
+    assert world.node_of(T2) == world.node_of(T3) not in (gone, homes[T0])
+
+
+def test_the_neighbours_of_a_member_that_goes_to_a_rollouts_node_go_there_too() -> None:
+    view = gang_job(standbys=1, spares=0, recovery=Recovery(per_node=2), steps=99)
+    world = World(view, nodes=20).steady().warmed()
+    for _ in range(3):
+        world.kill(T3)
+        world.steady().warmed()
+    stand = next(fence for fence in fences(world) if fence.rung is Rung.STANDBY)
+    assert (stand.life.replica, stand.charged) == (T3, True)
+    assert world.node_of(T2) == world.node_of(T3) == stand.to
+
+
+def test_a_node_that_fails_one_member_too_often_is_left_by_it_and_its_neighbour() -> None:
+    world = World(gang_job(warm=False, recovery=Recovery(per_node=2), steps=99)).steady()
+    home = world.node_of(T2)
+    for step in range(1, 4):
+        world.commit(step)
+        world.kill(T2)
+        world.steady()
+    assert [rung for _, rung in charged(world)] == [Rung.IN_PLACE, Rung.IN_PLACE, Rung.SPARE]
+    assert world.node_of(T2) == world.node_of(T3) != home
+
+
+def test_failures_of_other_members_of_a_gang_do_not_move_a_member_from_its_node() -> None:
+    world = World(gang_job(warm=False, recovery=Recovery(per_node=2), steps=99)).steady()
+    homes = {one: world.node_of(one) for one in GANG}
+    for step, member in enumerate((*GANG, *GANG), 1):
+        world.commit(step)
+        world.kill(member)
+        world.steady()
+    assert {one: world.node_of(one) for one in GANG} == homes
+    assert {rung for _, rung in charged(world)} == {Rung.IN_PLACE}
+
+
+def test_a_gang_is_gone_on_without_as_a_whole_and_never_a_member_of_it() -> None:
+    crew = msgspec.structs.replace(command("crew", 2, least=1), ranks=2, per_node=1)
+    view = commands(crew, command("other"), recovery=Recovery(per_node=9, per_replica=1), spares=2)
+    world = World(view).steady()
+    member, its = ReplicaId("crew/1.1"), ReplicaId("crew/1")
+    for _ in range(2):
+        world.kill(member)
+        world.play(at_most=30.0)
+    assert {world.state.replica(one).status for one in (its, member)} == {Status.RETIRED}
+    assert [(str(fence.life), fence.rung, fence.charged) for fence in fences(world)][-2:] == [
+        ("crew/1.1#2", Rung.DEGRADED, True), ("crew/1#2", Rung.DEGRADED, False),
+    ]  # fmt: skip
+    assert world.state.verdict is None
+    for _ in range(2):  # the other gang of the role cannot be spared, whatever its members count
+        world.kill(ReplicaId("crew/0"))
+        world.play(at_most=30.0)
+    assert world.state.verdict is not None
+    assert "1 restarts of crew/0 within 600 s" in world.state.verdict.why.evidence
+
+
+def test_members_do_not_make_a_gang_that_cannot_be_spared_one_that_can() -> None:
+    crew = msgspec.structs.replace(command("crew", 2), ranks=2, per_node=1)
+    world = World(commands(crew, recovery=Recovery(per_node=9, per_replica=1), spares=2)).steady()
+    for _ in range(2):
+        world.kill(ReplicaId("crew/1.1"))
+        world.play(at_most=30.0)
+    assert world.state.verdict is not None
+    assert Rung.DEGRADED not in [fence.rung for fence in fences(world)]
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_whichever_record_a_manager_dies_before_the_gang_and_its_standby_come_to_the_same(standbys: int) -> None:
+    def played(die_before: int) -> World:
+        world = World(gang_job(2, 1, standbys=standbys, spares=0), nodes=20).steady().warmed()
+        world.die_before = world.planned + die_before if die_before else 0
+        world.lose_node(world.node_of(T1))
+        world.play(world.works)
+        return world.wait(200.0)
+
+    def ended(world: World) -> tuple[object, ...]:
+        gang = [world.state.replica(one) for one in (T0, T1)]
+        return world.incarnations()[T0], [len(one.failures) for one in gang], world.works(), world.state.wholes
+
+    unharmed = played(0)
+    assert ended(unharmed)[1:] == ([0, 1], True, ())
+    standing = [fence for fence in fences(unharmed) if fence.rung is Rung.STANDBY and not fence.charged]
+    assert len(standing) == standbys
+    records = unharmed.planned - World(gang_job(2, 1, standbys=standbys, spares=0), nodes=20).steady().warmed().planned
+    assert records > 5
+    for number in range(1, records + 1):
+        world = played(number)
+        assert ended(world) == ended(unharmed), number
+        driven = {fence.life for fence in fences(world) if fence.rung is Rung.STANDBY and not fence.charged}
+        assert len(driven) == standbys, number
+
+
+# ── down to the whole run ────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_first_step_of_the_first_life_has_a_second_try_then_the_run_restarts_then_it_ends() -> None:
+    world = World(job(recovery=Recovery(per_replica=99))).steady()
+    began = world.now
+    world.kill(TRAINER)
+    world.steady()
+    assert charged(world) == [("trainer/0#1", Rung.IN_PLACE)]
+    fail(world, TRAINER)
+    (whole,) = world.decided(RestartAll)
+    assert whole.failed == Life(TRAINER, 2)
+    second = "a second failure in the same step, the one after the start"
+    assert whole.why.evidence == (_AWAY.format("trainer/0#2"), second)
+    assert (whole.why.rung, whole.why.expects) == (Rung.WHOLE, "every role joins again, and a step is committed")
+    assert whole.why.by == world.now + LONGEST_PAUSE + world.state.job.limits.join
+    world.steady()
+    world.kill(TRAINER)
+    world.play()
+    assert world.now > began + LONGEST_PAUSE
+    (end,) = world.decided(Finish)
+    assert end.why.evidence[1:] == (
+        "its first step failed, the one after the start: an earlier life has worked up to there",
+        "it failed again after a restart of the whole run, and no step was committed since step 0",
+        f"rrl logs {RUN} --failed shows its last lines",
+    )
+    assert said_at_the_end(world.state).endswith(f"rrl resume {RUN} goes on from step 0")
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_first_step_that_fails_after_a_restart_which_a_node_made_necessary_restarts_the_run_at_once() -> None:
+    world = at_step(World(job(), nodes=9).steady(), 1)
+    world.lose_node(world.node_of(TRAINER))
+    world.steady()
+    fail(world, TRAINER)
+    (whole,) = world.decided(RestartAll)
+    assert whole.why.evidence[1:] == (
+        "its first step failed, the one after step 1: an earlier life has worked up to there",
+    )
+
+
+def test_a_step_that_a_life_has_committed_before_it_failed_is_behind_it() -> None:
+    world = World(job(steps=99, recovery=Recovery(per_replica=99, per_node=99))).steady()
+    for step in range(1, 6):
+        world.kill(TRAINER)
+        world.steady()
+        world.commit(step)
+    assert world.decided(RestartAll) == []
+
+
+def test_a_second_failure_in_the_same_step_restarts_the_run_whichever_member_it_is() -> None:
+    world = at_step(World(gang_job(warm=False)).steady(), 1)
+    world.kill(T1)
+    world.steady()
+    assert charged(world) == [("trainer/0.1#1", Rung.IN_PLACE)]
+    world.record(ev.StepCommitted(world.state.replica(T0).life, 2))
+    world.kill(T3)
+    world.steady()
+    assert world.decided(RestartAll) == []  # a step later
+    fail(world, T2)
+    (whole,) = world.decided(RestartAll)
+    assert whole.failed == Life(T2, 3)
+
+
+def test_one_failed_restart_is_borne_and_a_second_in_a_row_restarts_the_run() -> None:
+    world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
+    world.broken["trainer"] = "ImportError"
+    world.kill(TRAINER)
+    world.play(lambda: bool(world.decided(RestartAll)), at_most=100.0)
+    assert charged(world)[:2] == [("trainer/0#1", Rung.IN_PLACE), ("trainer/0#2", Rung.IN_PLACE)]
+    (whole,) = world.decided(RestartAll)
+    assert whole.failed == Life(TRAINER, 3)
+    assert whole.why.evidence[-1] == "two restarts after step 1 have failed, one after the other"
+    world.broken.clear()
+    assert world.steady().state.verdict is None
+
+
+def test_failed_restarts_with_a_life_that_worked_between_them_are_not_in_a_row() -> None:
+    world = at_step(World(job(recovery=Recovery(per_node=9), steps=99)).steady(), 1)
+    for step in (2, 3):
+        world.broken["trainer"] = "ImportError"
+        world.kill(TRAINER)
+        world.play(lambda: not world.state.replica(TRAINER).failures[-1].joined)
+        world.broken.clear()
+        world.steady()
+        world.commit(step)
+    assert [start.joined for start in world.state.replica(TRAINER).failures] == [True, False, True, False]
+    assert world.decided(RestartAll) == []
+
+
+def test_failures_that_were_injected_say_nothing_about_the_step() -> None:
+    world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
+    for n in range(4):
+        world.happen(ev.Ordered(Fault(f"i{n}", FaultKind.KILL, TRAINER, by="ada"), "ada", f"c{n}"))
+        world.wait(30.0)
+    assert len(world.state.replica(TRAINER).failures) == 4
+    assert all(start.injected for start in world.state.replica(TRAINER).failures)
+    assert world.decided(RestartAll) == []
+
+
+def test_failures_that_a_node_explains_say_nothing_about_the_step() -> None:
+    world = at_step(World(job(recovery=Recovery(breaker=1.0)), nodes=20).steady(), 1)
+    for _ in range(3):
+        node = world.node_of(TRAINER)
+        world.record(found(world.state.replica(TRAINER).life, "exit_record", world.now))
+        world.lose_node(node)
+        world.record(lost(node, world.now))
+        world.steady()
+    assert len(world.state.replica(TRAINER).failures) == 3
+    assert world.decided(RestartAll) == []
+
+
+def test_launches_that_the_cluster_refuses_say_nothing_about_the_software() -> None:
+    world = at_step(World(job(recovery=Recovery(per_node=9))).steady(), 1)
+    world.refuse_launch = {N2, N5}
+    world.kill(TRAINER)
+    world.play(at_most=20.0)
+    assert len([start for start in world.state.replica(TRAINER).failures if start.refused]) > 2
+    world.refuse_launch = set()
+    world.broken["trainer"] = "ImportError"
+    world.play(lambda: not world.state.replica(TRAINER).failures[-1].refused)
+    world.broken.clear()
+    world.steady()
+    assert world.decided(RestartAll) == []
+
+
+def test_a_role_that_the_cluster_refuses_to_launch_ends_the_run_and_does_not_restart_it() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=2)))
+    world.refuse_launch = {N1}
+    world.play()
+    assert world.decided(RestartAll) == []
+    assert "its launches were refused" in world.decided(Finish)[0].why.evidence
+
+
+def test_a_run_restarts_as_often_as_it_may_within_the_window_and_then_gives_up() -> None:
+    world = World(job(steps=99, recovery=Recovery(whole=2, per_replica=99, per_node=99))).steady()
+    for step in range(1, 4):
+        world.commit(step)
+        for _ in range(2):
+            world.kill(TRAINER)
+            world.play(lambda: world.works() or world.over)
+    assert len(world.decided(RestartAll)) == 2
+    world.play()
+    (end,) = world.decided(Finish)
+    assert "2 restarts of the whole run within 600 s" in end.why.evidence
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_restarts_of_the_run_that_lie_further_back_than_the_window_do_not_count() -> None:
+    world = World(job(steps=99, recovery=Recovery(whole=1, per_replica=99, per_node=99))).steady()
+    for step in range(1, 5):
+        world.commit(step)
+        for _ in range(2):
+            world.kill(TRAINER)
+            world.steady()
+        world.wait(700.0)
+    assert len(world.decided(RestartAll)) == 4
+
+
+def test_where_the_whole_run_is_never_to_restart_budgets_alone_decide() -> None:
+    world = World(job(recovery=Recovery(whole=0, per_node=99))).steady()
+    for _ in range(5):
+        world.kill(TRAINER)
+        world.steady()
+    assert (world.decided(RestartAll), world.state.verdict) == ([], None)
+
+
+def test_a_role_that_cannot_be_spared_and_has_spent_its_budget_restarts_the_run_once_and_then_ends_it() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=2))).steady()
+    for _ in range(3):
+        world.kill(STORE)
+        world.play(world.works, at_most=200.0)
+    (whole,) = world.decided(RestartAll)
+    assert (whole.failed, whole.why.evidence[-1]) == (Life(STORE, 3), "2 restarts of trajectories/0 within 600 s")
+    world.kill(STORE)
+    world.play()
+    assert len(world.decided(RestartAll)) == 1
+    assert "it failed again after a restart of the whole run, and no step was committed since step 0" in (
+        world.decided(Finish)[0].why.evidence
+    )
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_run_without_a_trainer_has_no_checkpoint_to_restart_from() -> None:
+    world = World(commands(command("solver"), recovery=Recovery(per_node=9, per_replica=1))).steady()
+    for _ in range(2):
+        world.kill(ReplicaId("solver/0"))
+        world.play(at_most=30.0)
+    world.play()
+    assert world.decided(RestartAll) == []
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+def test_a_restart_of_the_run_fences_everybody_in_place_and_charges_only_who_led_to_it() -> None:
+    world = at_step(World(gang_job()).steady().warmed(), 2)
+    homes = {one.id: one.node for one in workers(world.state)}
+    before = {one.id: one.incarnation for one in workers(world.state)}
+    agents = {one.id: one.incarnation for one in world.state.replicas.values() if one.role == AGENT}
+    shadows = [one.life for one in world.state.replicas.values() if one.role == SHADOW and one.believed]
+    assert shadows
+    world.kill(T1)
+    world.steady()
+    fail(world, T1)
+    assert len(world.decided(RestartAll)) == 1
+    stopped = {action.life for action in world.decided(StopStep)}
+    assert set(shadows) - {launch.shadow for launch in world.decided(Launch)} <= stopped
+    adopted = [launch for launch in world.decided(Launch) if launch.shadow is not None]
+    assert len(adopted) == 4  # at the first failure, and nobody is at the restart of all
+    world.steady()
+    assert {one.id: one.node for one in workers(world.state)} == homes
+    assert [launch for launch in world.decided(Launch) if launch.shadow is not None] == adopted
+    charged_with = {one.id: len(one.failures) for one in workers(world.state) if one.failures}
+    assert charged_with == {T1: 2}
+    assert {one.id: one.incarnation for one in world.state.replicas.values() if one.role == AGENT} == agents
+    assert world.incarnations() == {id: n + (2 if id in GANG else 1) for id, n in before.items()}
+
+
+# ── one cause, many failures ─────────────────────────────────────────────────────────────────────────────────────────
+def test_a_trainer_that_fails_whenever_everybody_does_is_not_what_is_wrong() -> None:
+    world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
+    for _ in range(4):
+        for replica in (R0, STORE, R1, TRAINER, REWARD):
+            world.kill(replica)
+        world.steady()
+        world.wait(20.0)
+    assert len(world.state.replica(TRAINER).failures) == 4
+    assert (world.decided(RestartAll), world.state.verdict) == ([], None)
+
+
+def test_a_second_failure_in_a_step_in_company_of_all_others_is_not_held_against_it_either() -> None:
+    world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
+    world.kill(TRAINER)
+    world.steady()
+    world.wait(20.0)
+    for replica in (R0, STORE, R1, REWARD, TRAINER):
+        world.kill(replica)
+    world.steady()
+    assert world.decided(RestartAll) == []
+
+
+def test_company_that_comes_a_moment_after_the_trainer_counts_for_the_next_time() -> None:
+    world = at_step(World(job(recovery=Recovery(per_node=99))).steady(), 1)
+    for _ in range(3):
+        for replica in (TRAINER, STORE, R0, REWARD, R1):
+            world.kill(replica)
+        world.steady()
+        world.wait(20.0)
+    assert world.decided(RestartAll) == []
+
+
+def test_a_rollout_among_many_that_happens_to_fail_too_explains_nothing() -> None:
+    world = at_step(World(job(rollouts=30, recovery=Recovery(per_node=99))).steady(), 1)
+    for _ in range(2):
+        world.kill(R0)
+        world.kill(TRAINER)
+        world.play(lambda: world.works() or bool(world.decided(RestartAll)))
+    assert len(world.decided(RestartAll)) == 1
+
+
+@pytest.mark.parametrize("policy", ["job", "requeue"])
+def test_many_failures_at_once_restart_the_run_once(policy: str) -> None:
+    world = World(job(recovery=Recovery(policy=policy)), nodes=20).steady()
+    for replica in ALL:
+        world.record(found(world.state.replica(replica).life, "exit_record", world.now))
+    world.steady()
+    assert len(world.decided(RestartAll)) == 1
+    assert sum(len(one.failures) for one in workers(world.state)) == 1
+
+
+def test_many_nodes_that_are_lost_at_once_spend_one_restart_of_who_was_on_those_that_may_be_given_up() -> None:
+    world = World(job(rollouts=8, spares=0), nodes=10).steady()
+    for node in (N3, N4, N5, N6, N7):
+        world.record(lost(node, world.now))
+    world.play(at_most=300.0)
+    assert len(world.decided(Exclude)) == 2
+    assert len(fences(world)) == 2
+    assert (world.decided(RestartAll), world.state.verdict) == ([], None)
+
+
+# ── policy: job ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("replica", ALL)
+def test_by_policy_job_any_failure_restarts_all_in_place_at_once(replica: ReplicaId) -> None:
+    world = at_step(World(job(recovery=Recovery(policy="job"))).steady(), 1)
+    homes = {one.id: one.node for one in workers(world.state)}
+    fail(world, replica)
+    (whole,) = world.decided(RestartAll)
+    assert whole.failed == Life(replica, 1)
+    assert (whole.why.rung, whole.why.evidence) == (Rung.WHOLE, (_AWAY.format(f"{replica}#1"),))
+    assert whole.why.by == world.now + world.state.job.limits.join
+    began = world.now
+    world.steady()
+    assert world.now - began < 10.0
+    assert world.incarnations() == dict.fromkeys(ALL, 2)
+    assert {one.id: one.node for one in workers(world.state)} == homes
+    assert (requests(world), fences(world)) == ([POOL], [])
+
+
+def test_by_policy_job_a_bad_node_is_replaced_and_the_others_stay() -> None:
+    world = World(job(recovery=Recovery(policy="job"), spares=0), nodes=9).steady()
+    homes = {one.id: one.node for one in workers(world.state)}
+    world.lose_node(N3)
+    world.steady()
+    assert world.incarnations() == dict.fromkeys(ALL, 2)
+    assert {one.id: one.node for one in workers(world.state)} == homes | {R0: N5}
+    assert [exclude.node for exclude in world.decided(Exclude)] == [N3]
+    assert len(requests(world)) == 2
+
+
+def test_by_policy_job_who_fails_too_often_on_a_node_is_placed_elsewhere() -> None:
+    world = World(job(recovery=Recovery(policy="job", per_node=2))).steady()
+    homes = []
+    for _ in range(3):
+        world.kill(R0)
+        homes.append(world.steady().node_of(R0))
+    assert homes == [N3, N3, N5]
+
+
+@pytest.mark.parametrize("policy", ["job", "requeue"])
+def test_by_the_other_policies_the_run_ends_when_one_member_has_spent_its_budget(policy: str) -> None:
+    world = World(job(recovery=Recovery(policy=policy, per_node=9, per_replica=3)), nodes=30).steady()
+    for _ in range(4):
+        world.kill(R0)
+        world.play(lambda: world.works() or world.over)
+    world.play()
+    assert len(world.decided(RestartAll)) == 3
+    assert "3 restarts of rollout/0 within 600 s" in world.decided(Finish)[0].why.evidence
+    assert_nothing_is_left(world, Outcome.FAILED)
+
+
+@pytest.mark.parametrize("policy", ["job", "requeue"])
+def test_by_no_other_policy_is_anything_kept_warm(policy: str) -> None:
+    world = World(gang_job(2, 1, standbys=1, recovery=Recovery(policy=policy))).steady().warmed()
+    assert not world.shadows()
+
+
+@pytest.mark.parametrize("policy", ["job", "requeue"])
+def test_by_no_policy_is_an_agent_more_than_an_agent(policy: str) -> None:
+    world = World(job(recovery=Recovery(policy=policy))).steady()
+    world.kill(ReplicaId("agent/n3"))
+    world.wait(10.0)
+    assert world.incarnations() == dict.fromkeys(ALL, 1)
+    assert world.state.replica(ReplicaId("agent/n3")).incarnation == 2
+
+
+# ── policy: requeue ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_by_policy_requeue_everything_is_given_back_and_the_first_request_is_made_again() -> None:
+    world = at_step(World(job(recovery=Recovery(policy="requeue")), nodes=12).steady(), 1)
+    world.kill(R0)
+    world.steady()
+    assert [action.allocation for action in world.decided(Release)] == [POOL]
+    first, again = (world.asks[tag] for tag in requests(world))
+    assert (again.count, again.exclude, again.tag != first.tag) == (first.count, (), True)
+    assert world.incarnations() == dict.fromkeys(ALL, 2)
+    assert len(world.state.wholes) == 1
+    assert list(world.state.allocations) == [again.tag]
+    assert world.state.step == 1
+
+
+def test_by_policy_requeue_the_queue_takes_as_long_as_it_takes() -> None:
+    world = World(job(recovery=Recovery(policy="requeue"), limits=Limits(allocation=60.0))).steady()
+    world.closed["pool"] = "Priority"
+    world.kill(TRAINER)
+    world.wait(5000.0)
+    assert world.state.verdict is None
+    assert len(requests(world)) == 2
+    world.open("pool")
+    world.steady()
+    assert world.incarnations() == dict.fromkeys(ALL, 2)
+
+
+def test_by_policy_requeue_a_bad_node_is_not_asked_for_again() -> None:
+    world = World(job(recovery=Recovery(policy="requeue")), nodes=12).steady()
+    world.lose_node(N3)
+    world.steady()
+    assert world.asks[requests(world)[-1]].exclude == (N3,)
+    assert world.incarnations() == dict.fromkeys(ALL, 2)
+
+
+@pytest.mark.parametrize("form", ["replica", "hetjob"])
+def test_by_policy_requeue_every_part_is_asked_for_again(form: str) -> None:
+    world = World(in_parts(form, recovery=Recovery(policy="requeue")), nodes=20).steady()
+    before = set(world.state.allocations)
+    world.kill(TRAINER)
+    world.steady()
+    assert {action.allocation for action in world.decided(Release)} == before
+    assert len(world.state.allocations) == len(before)
+    assert not before & set(world.state.allocations)
+    assert world.incarnations() == dict.fromkeys(ALL, 2)
+
+
+# ── orders of people ─────────────────────────────────────────────────────────────────────────────────────────────────
+def order(world: World, target: ReplicaId) -> None:
+    world.happen(ev.Commanded("restart", "ada", f"c{len(world.events)}", target=target))
+
+
+def test_who_is_asked_to_restart_does_so_in_place_and_nobody_pays() -> None:
+    world = World(job()).steady()
+    home = world.node_of(R0)
+    order(world, R0)
+    (fence,) = fences(world)
+    assert (fence.life, fence.rung, fence.charged) == (Life(R0, 1), Rung.IN_PLACE, False)
+    assert (fence.why.evidence, fence.why.by) == (("asked by ada",), world.now + world.state.job.limits.join)
+    assert world.state.restarts == {}
+    world.steady()
+    assert world.incarnations() == dict.fromkeys(ALL, 1) | {R0: 2}
+    assert (world.node_of(R0), world.state.replica(R0).failures) == (home, ())
+
+
+@pytest.mark.parametrize("target", [T0, T2])
+def test_a_gang_is_restarted_as_a_whole_whichever_member_is_named(target: ReplicaId) -> None:
+    world = World(gang_job(warm=False)).steady()
+    homes = {one: world.node_of(one) for one in GANG}
+    order(world, target)
+    world.steady()
+    assert {one: world.incarnations()[one] for one in GANG} == dict.fromkeys(GANG, 2)
+    assert {one: world.node_of(one) for one in GANG} == homes
+    assert charged(world) == []
+
+
+def test_asked_for_it_one_that_was_gone_on_without_is_wanted_again_with_a_fresh_budget() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=1))).steady()
+    for _ in range(2):
+        world.kill(R0)
+        world.play(at_most=30.0)
+    assert world.state.replica(R0).status is Status.RETIRED
+    order(world, R0)
+    assert world.play(world.works, at_most=10.0).works()
+    world.kill(R0)
+    assert world.play(world.works, at_most=10.0).works()
+
+
+def test_a_gang_that_was_gone_on_without_is_asked_for_as_a_whole_whichever_record_the_manager_dies_before() -> None:
+    crew = msgspec.structs.replace(command("crew", 2, least=1), ranks=3, per_node=1)
+    for die_before in range(7):
+        world = World(commands(crew, recovery=Recovery(per_node=9, per_replica=1), spares=4)).steady()
+        for _ in range(2):
+            world.kill(ReplicaId("crew/1.1"))
+            world.play(at_most=30.0)
+        world.die_before = world.planned + die_before if die_before else 0
+        order(world, ReplicaId("crew/1.2"))
+        assert world.play(world.works, at_most=100.0).works(), die_before
+        assert world.state.restarts == {}
+
+
+def test_asked_for_it_one_that_pauses_starts_at_once() -> None:
+    world = World(job(recovery=Recovery(backoff=60.0))).steady()
+    for _ in range(2):
+        world.kill(R0)
+        world.play(at_most=5.0)
+    assert world.state.replica(R0).status is Status.WANTED
+    order(world, R0)
+    assert world.state.replica(R0).status is Status.LAUNCHING
+    assert world.state.restarts == {}
+
+
+def test_an_order_is_met_by_a_restart_that_was_due_anyway() -> None:
+    world = World(job()).steady()
+    life = world.state.replica(R0).life
+    world.record(ev.Commanded("restart", "ada", "c1", target=R0))
+    world.happen(found(life, "exit_record", world.now))
+    world.steady()
+    assert world.incarnations()[R0] == 2
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def end(world: World, outcome: Outcome) -> None:
+    world.happen(ev.Decided(Finish(outcome, Why(("because",)))))
+
+
+def stops(world: World) -> list[ReplicaId]:
+    return [action.life.replica for action in world.decided(StopStep)]
+
+
+def test_of_a_run_that_fails_the_trainer_is_stopped_first_with_time_to_commit_what_is_in_hand() -> None:
+    world = World(gang_job(2, 1)).steady().warmed()
+    shadows = {ReplicaId(f"shadow/{node}") for node in world.shadows()}
+    world.slow_to_stop = 3.0
+    end(world, Outcome.FAILED)
+    assert stops(world) == [T0, T1]
+    assert {action.grace for action in world.decided(StopStep)} == {FINAL_GRACES * world.state.job.limits.step_grace}
+    assert world.state.replica(STORE).believed
+    world.happen(ev.StepCommitted(Life(T0, 1), 2))  # while it leaves
+    world.play()
+    order = stops(world)
+    agents = [index for index, one in enumerate(order) if role_of(one) == AGENT]
+    assert shadows
+    assert shadows | {STORE, REWARD, R0} < set(order[2 : min(agents)])
+    assert said_at_the_end(world.state) == f"because; rrl resume {RUN} goes on from step 2"
+    assert (world.over, world.steps, world.held) == (True, {}, {})
+
+
+def test_a_trainer_that_does_not_leave_holds_the_end_up_for_as_long_as_it_may_and_no_longer() -> None:
+    world = World(job()).steady()
+    world.slow_to_stop = float("inf")
+    began, grace = world.now, world.state.job.limits.step_grace
+    end(world, Outcome.FAILED)
+    world.play(lambda: STORE in stops(world))
+    assert world.now == began + 2 * FINAL_GRACES * grace
+    world.play()
+    assert world.over
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.REJECTED, Outcome.CANCELLED])
+def test_of_any_other_run_all_roles_are_stopped_at_once(outcome: Outcome) -> None:
+    world = World(job()).steady()
+    end(world, outcome)
+    assert set(stops(world)) == set(ALL)
+    world.play()
+    assert said_at_the_end(world.state) == "because"
+    assert world.over
+
+
+def test_a_run_that_failed_after_its_last_step_has_nothing_to_resume() -> None:
+    world = at_step(World(job(steps=3)).steady(), 2)
+    end(world, Outcome.FAILED)
+    world.happen(ev.StepCommitted(Life(TRAINER, 1), 3))
+    assert said_at_the_end(world.state) == "because"
+
+
+def test_a_run_without_a_trainer_says_nothing_of_steps() -> None:
+    world = World(commands(command("solver"))).steady()
+    end(world, Outcome.FAILED)
+    assert said_at_the_end(world.state) == "because"
+
+
+def cancelled(world: World) -> World:
+    world.happen(ev.Commanded("cancel", "me", "c1", keep=True))
+    return world
+
+
+def test_a_run_that_is_cancelled_with_its_allocations_kept_stops_everything_and_gives_nothing_back() -> None:
+    world = cancelled(World(gang_job(2, 1)).steady().warmed()).play()
+    assert (world.over, world.steps, world.state.lingering) == (True, {}, {})
+    assert (world.decided(Release), list(world.held)) == ([], [POOL])
+    assert said_at_the_end(world.state) == "asked by me; its nodes are kept, as asked: job 7"
+
+
+def test_a_request_that_still_waits_is_not_kept() -> None:
+    world = World(job(spares=0)).steady()
+    world.lose_node(N3)
+    world.play(lambda: len(requests(world)) == 2)
+    cancelled(world).play()
+    assert world.over
+    assert [action.allocation for action in world.decided(Release)] == requests(world)[1:]
+    assert said_at_the_end(world.state).endswith("job 7; what ran on n3, which did not answer, may still run")
+
+
+def test_an_allocation_in_which_something_may_still_run_is_not_kept() -> None:
+    world = World(job()).steady()
+    world.slow_to_stop = float("inf")
+    cancelled(world).play()
+    assert world.over
+    assert [action.allocation for action in world.decided(Release)] == [POOL]
+    assert said_at_the_end(world.state) == "asked by me"
+
+
+def test_the_walltimes_end_says_how_the_run_goes_on() -> None:
+    world = at_step(World(job(walltime=3600.0)).steady(), 2).play()
+    assert said_at_the_end(world.state) == (
+        f"the walltime of 3600 s ends; 2 of 3 steps are committed; rrl resume {RUN} goes on from step 2"
+    )
+    assert world.decided(Finish)[0].why.by is not None

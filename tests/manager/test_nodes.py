@@ -1,0 +1,494 @@
+"""What is planned for single nodes, in virtual time: drained, given back, used again, and what people order of them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Drain, Exclude, Fence, Launch, Outside, Readmit, Release, Request, Shrink, Undrain
+from rrl.manager.cluster import AllocationSeen, AllocationState, NodeSeen, NodeState
+from rrl.manager.ledger import account
+from rrl.manager.state import Status
+from rrl.spec.jobview import EnvView, JobView, Recovery
+from rrl.spec.words import AGENT, Cause, Evidence, Finding, NodeName, Remedy, Verdict, replica_id, role_of
+from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job
+from rrl.tests.manager.world import World
+
+R0, R1 = ROLLOUTS
+UP = NodeSeen(NodeState.UP, "MIXED")
+HOUR = 3600.0
+
+
+class Nodes(World):
+    """A Slurm whose nodes can be drained, where we may, and that can give single nodes back."""
+
+    def __init__(self, job: JobView, nodes: int | None = None, may: bool = True) -> None:
+        self.drains: dict[NodeName, str] = {}
+        self.may = may
+        self.shrinks = ""
+        """why it does not"""
+        self.unheard = False
+        """nobody knows what becomes of a drain"""
+        super().__init__(msgspec.structs.replace(job, cluster="slurm"), nodes)
+
+    def _carry_out(self, action: Outside) -> None:
+        if not isinstance(action, Drain | Undrain | Shrink):
+            super()._carry_out(action)
+            return
+        if self.unheard:
+            return
+        refused = "" if isinstance(action, Shrink) or self.may else "we may not drain nodes here"
+        refused = self.shrinks if isinstance(action, Shrink) else refused
+        self._later(0.1, lambda: self.record(ev.Done(action.tag, not refused, refused)))
+        if refused:
+            return
+        if isinstance(action, Drain):
+            self.drains[action.node] = action.reason
+            self.say(action.node, NodeState.DRAINING, f"MIXED+DRAIN: {action.reason}")
+        elif isinstance(action, Undrain):
+            assert self.drains.pop(action.node, action.reason) == action.reason
+            self.say(action.node, NodeState.UP, "IDLE")
+        else:
+            rest = tuple(node for node in self.held[action.allocation] if node not in action.nodes)
+            self.held[action.allocation] = rest
+            self.steps = {tag: step for tag, step in self.steps.items() if step[1] not in action.nodes}
+            seen = AllocationSeen(AllocationState.RUNNING, "7", rest)
+            self._later(0.5, lambda: self.record(ev.AllocationChanged(action.allocation, seen)))
+
+    def say(self, node: NodeName, state: NodeState, words: str) -> None:
+        """The cluster, when it is next asked."""
+        self._later(0.2, lambda: self.record(ev.NodeChanged(node, NodeSeen(state, words))))
+
+    def all_up(self) -> Nodes:
+        for node in self.state.nodes:
+            self.happen(ev.NodeChanged(node, UP))
+        return self
+
+    def condemn(self, node: NodeName, cause: Cause, proof: bool = True, verdict: Verdict = Verdict.FAIL) -> None:
+        evidence = (Evidence("agent", "Xid 79, GPU 3 has fallen off the bus", self.now),)
+        finding = Finding("xid", verdict, cause, Remedy.DRAIN, self.now, evidence, node=node, proof=proof)
+        self.happen(ev.FindingChanged(finding))
+
+    def order(self, command: str, node: NodeName, reason: str = "") -> None:
+        self.happen(ev.Commanded(command, "anna", f"c{len(self.events)}", node, reason=reason))
+
+    def tags(self, *kinds: type) -> list[str]:
+        return [action.tag for action in self.actions if isinstance(action, kinds)]
+
+
+def world(*, may: bool = True, spares: int = 1, nodes: int | None = None, **recovery: object) -> Nodes:
+    told = Recovery(backoff=0.0, breaker=1.0, **recovery)  # type: ignore[arg-type]
+    made = Nodes(job(spares=spares, steps=1000, recovery=told), nodes, may)
+    made.steady()
+    return made.all_up()
+
+
+# ── drained ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_node_with_a_hardware_fault_is_drained_once_and_its_reason_says_whose_and_why() -> None:
+    w = world()
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(30.0)
+    assert list(w.drains) == [node]
+    assert w.drains[node] == f"rrl:{RUN}:gpu: xid: agent: Xid 79, GPU 3 has fallen off the bus"
+    assert w.state.nodes[node].drained == w.drains[node]
+    assert w.tags(Drain, Undrain) == [f"{node}!drain"]
+
+
+@pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.SOFTWARE, Cause.HANG, Cause.USER])
+def test_what_a_process_did_drains_no_node(cause: Cause) -> None:
+    w = world()
+    w.condemn(w.node_of(R0), cause)
+    w.play(w.works).wait(30.0)
+    assert w.tags(Exclude, Drain) == [f"{w.decided(Exclude)[0].node}!exclude"]
+
+
+def test_nothing_is_drained_where_the_job_says_so_or_where_there_is_no_slurm() -> None:
+    forbidden = world(drain=False)
+    local = Nodes(job(spares=1, steps=1000))
+    local._state = msgspec.structs.replace(local.state, job=msgspec.structs.replace(local.state.job, cluster="local"))
+    for w in (forbidden, local):
+        w.steady()
+        w.condemn(w.node_of(R0), Cause.GPU)
+        w.play(w.works).wait(30.0)
+        assert w.tags(Exclude)
+        assert not w.tags(Drain)
+
+
+@pytest.mark.parametrize("state", [NodeState.DOWN, NodeState.DRAINING])
+def test_a_node_that_somebody_has_drained_or_set_down_is_not_drained_again(state: NodeState) -> None:
+    w = world()
+    node = w.node_of(R0)
+    w.happen(ev.NodeChanged(node, NodeSeen(state, "DOWN: bad fan")))
+    w.condemn(node, Cause.NODE)
+    w.play(w.works).wait(30.0)
+    assert not w.tags(Drain)
+
+
+def test_without_rights_the_node_is_excluded_and_asked_to_be_drained_but_not_again_and_again() -> None:
+    w = world(may=False)
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(2 * HOUR)
+    assert w.tags(Drain) == [f"{node}!drain"]
+    assert w.state.nodes[node].not_drained == "we may not drain nodes here"
+    assert w.state.nodes[node].drained == ""
+    assert w.state.nodes[node].excluded is not None
+    assert w.node_of(R0) != node
+
+
+# ── given back ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_condemned_node_of_the_pool_is_given_back_once_it_is_drained_and_the_others_live() -> None:
+    w = world()
+    node, before = w.node_of(R0), w.incarnations()
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(30.0)
+    assert [(one.allocation, one.nodes) for one in w.decided(Shrink)] == [(f"{RUN}.pool", (node,))]
+    kinds = [type(action) for action in w.actions if isinstance(action, Drain | Shrink)]
+    assert kinds == [Drain, Shrink]
+    assert node not in w.held[f"{RUN}.pool"]
+    assert w.state.nodes[node].allocation == ""
+    assert w.incarnations() == before | {R0: 2}
+
+
+def test_a_node_lost_without_proof_is_given_back_only_when_everybody_works_again() -> None:
+    w = world(spares=0, nodes=5)
+    w.closed["pool"] = "Resources"
+    node = w.node_of(R0)
+    w.lose_node(node)
+    w.play(lambda: bool(w.tags(Request)[1:])).wait(60.0)
+    assert not w.tags(Shrink)
+    w.open("pool")
+    w.play(w.works).wait(10.0)
+    assert w.tags(Shrink) == [f"{RUN}.pool!shrink:{node}"]
+
+
+def test_a_node_that_slurm_does_not_give_back_by_itself_stays_and_is_not_asked_for_again() -> None:
+    w = world()
+    w.shrinks = "Slurm does not shrink job 7"
+    w.condemn(w.node_of(R0), Cause.GPU)
+    w.play(w.works).wait(600.0)
+    assert len(w.tags(Shrink)) == 1
+    assert [node.stays for node in w.state.nodes.values() if node.excluded] == ["Slurm does not shrink job 7"]
+
+
+def test_a_replacement_node_that_fails_goes_back_whole_after_its_drain() -> None:
+    w = world(spares=0, nodes=8)
+    w.condemn(w.node_of(R0), Cause.GPU)
+    w.play(w.works)
+    second = w.all_up().node_of(R0)
+    w.condemn(second, Cause.GPU)
+    w.play(w.works).wait(30.0)
+    [allocation] = [tag for tag in w.asks if tag != f"{RUN}.pool" and tag not in w.held]
+    kinds = [action.tag for action in w.actions if isinstance(action, Drain | Release)]
+    assert kinds[-2:] == [f"{second}!drain", f"{allocation}!release"]
+    assert set(w.asks[[*w.asks][-1]].exclude) >= {second}
+
+
+def test_in_form_replica_too_a_failed_node_is_drained_before_others_can_get_it() -> None:
+    w = Nodes(in_parts(steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0)), 8)
+    w.steady()
+    w.all_up()
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(30.0)
+    kinds = [type(action) for action in w.actions if isinstance(action, Drain | Release)]
+    assert kinds == [Drain, Release]
+
+
+# ── used again ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_an_exclusion_without_proof_decays_and_doubles_each_time() -> None:
+    w = world(spares=1, exclusion=HOUR, drain=False)
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    for wait in (HOUR, 2 * HOUR, 4 * HOUR):
+        w.condemn(node, Cause.NODE, proof=False)
+        w.play(w.works).wait(wait - 10.0)
+        assert w.state.nodes[node].excluded is not None
+        w.wait(20.0)
+        assert w.state.nodes[node].excluded is None, wait
+        agent = w.state.replica(replica_id(AGENT, node))
+        assert agent.status is Status.JOINED
+        assert w.state.nodes[node].probe == ""
+
+
+def test_a_node_that_is_used_again_gets_no_role_before_its_agent_has_joined() -> None:
+    w = world(spares=0, nodes=5, exclusion=HOUR)
+    w.closed["pool"] = "Resources"
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    agent = replica_id(AGENT, node)
+    w.condemn(node, Cause.NODE, proof=False)
+    w.broken_lives[agent] = "its disk is full"
+    w.wait(HOUR + 5.0)
+    assert w.state.nodes[node].excluded is None
+    assert w.state.replica(R0).status is not Status.JOINED
+    assert not [one for one in w.decided(Launch) if one.node == node and role_of(one.life.replica) != AGENT][1:]
+    del w.broken_lives[agent]
+    w.play(w.works, at_most=700.0)
+    assert w.node_of(R0) == node
+
+
+def test_a_probe_that_fails_after_its_return_excludes_the_node_again() -> None:
+    small = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0, exclusion=HOUR))
+    w = Nodes(msgspec.structs.replace(small, env=EnvView(probe=("torch",))))
+    w.shrinks = "no"
+    w.steady()
+    w.all_up()
+    node = w.node_of(R0)
+    w.condemn(node, Cause.NODE, proof=False)
+    w.unfit[node] = "no module torch"
+    w.play(w.works).wait(HOUR + 30.0)
+    assert [one.tag for one in w.actions if isinstance(one, Exclude | Readmit)] == [
+        f"{node}!exclude", f"{node}!readmit", f"{node}!exclude"
+    ]  # fmt: skip
+    assert w.state.nodes[node].exclusions == 2
+
+
+def test_with_proof_a_node_stays_excluded_while_that_stands() -> None:
+    w = world(exclusion=HOUR)
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(20 * HOUR)
+    assert w.state.nodes[node].excluded is not None
+    assert w.drains
+    w.condemn(node, Cause.GPU, verdict=Verdict.OK)
+    w.wait(10.0)
+    assert w.state.nodes[node].excluded is None
+    assert w.tags(Undrain) == [f"{node}!undrain"]
+    assert w.drains == {}
+
+
+@pytest.mark.parametrize("seen", [NodeSeen(NodeState.DOWN, "DOWN: Not responding"),
+                                  NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan"),
+                                  NodeSeen(NodeState.UNKNOWN, "IDLE+NOT_RESPONDING")])  # fmt: skip
+def test_a_node_that_the_cluster_does_not_call_well_is_not_used_again(seen: NodeSeen) -> None:
+    w = world(exclusion=HOUR, drain=False)
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    w.condemn(node, Cause.NODE, proof=False)
+    w.play(w.works)
+    w.happen(ev.NodeChanged(node, seen))
+    w.wait(5 * HOUR)
+    assert w.state.nodes[node].excluded is not None
+    w.happen(ev.NodeChanged(node, UP))
+    assert w.state.nodes[node].excluded is None
+
+
+def test_our_own_drain_does_not_keep_a_node_from_being_used_again_and_is_taken_back() -> None:
+    w = world(exclusion=HOUR)
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    w.condemn(node, Cause.NODE, proof=False)
+    w.play(w.works).wait(HOUR + 60.0)
+    assert w.tags(Drain, Readmit, Undrain) == [f"{node}!drain", f"{node}!readmit", f"{node}!undrain"]
+    assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
+
+
+def test_silence_from_before_does_not_condemn_a_node_again() -> None:
+    w = world(exclusion=HOUR, drain=False)
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    w.lose_node(node)
+    w.play(lambda: bool(w.decided(Exclude))).play(w.works)
+    w.dead.clear()
+    w.wait(HOUR + 60.0)
+    assert w.state.nodes[node].excluded is None
+    assert not w.state.findings
+    assert w.tags(Exclude) == [f"{node}!exclude"]
+
+
+def test_requests_ask_for_no_node_that_is_excluded_and_for_the_time_that_is_left() -> None:
+    w = world(spares=0, nodes=8)
+    w.wait(1000.0)
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(2.0)
+    [first, more] = w.decided(Request)
+    assert node in more.ask.exclude
+    assert more.ask.walltime <= first.ask.walltime - 1000.0
+
+
+# ── what people order ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_who_is_on_a_node_that_a_person_wants_drained_moves_first_and_nobody_is_charged() -> None:
+    w = world()
+    node, before = w.node_of(R0), w.incarnations()
+    w.order("drain", node, "fan is loud")
+    w.play(lambda: bool(w.drains)).play(w.works).wait(30.0)
+    deeds = [action for action in w.actions if isinstance(action, Fence | Exclude | Drain)]
+    fence, exclude, drain = (one for one in deeds if not isinstance(one, Fence) or role_of(one.life.replica) != AGENT)
+    assert [type(one) for one in (fence, exclude, drain)] == [Fence, Exclude, Drain]
+    assert isinstance(fence, Fence)
+    assert not fence.charged
+    assert fence.why.evidence == (f"{node} is to be drained, asked by anna: fan is loud",)
+    assert w.drains == {node: f"rrl:{RUN}:asked by anna: fan is loud"}
+    assert w.incarnations() == before | {R0: 2}
+    assert w.state.replica(R0).failures == ()
+    assert w.state.marks == {}
+    assert w.tags(Shrink) == [f"{RUN}.pool!shrink:{node}"]
+
+
+def test_a_node_that_is_wanted_drained_waits_for_a_replacement_and_gets_nobody_new_meanwhile() -> None:
+    w = world(spares=0, nodes=5)
+    w.closed["pool"] = "Resources"
+    node = w.node_of(R0)
+    w.order("drain", node)
+    w.wait(100.0)
+    assert w.works()
+    assert not w.tags(Exclude, Drain)
+    assert len(w.decided(Request)) == 2
+    w.open("pool")
+    w.play(lambda: bool(w.drains)).play(w.works)
+    assert w.node_of(R0) != node
+
+
+def test_a_node_that_is_wanted_drained_is_drained_even_if_no_replacement_comes() -> None:
+    w = world(spares=0, nodes=5)
+    w.closed["pool"] = "Resources"
+    node = w.node_of(R0)
+    w.order("drain", node)
+    w.wait(w.state.job.limits.allocation + 10.0)
+    assert list(w.drains) == [node]
+    assert w.state.verdict is None
+
+
+def test_a_node_that_somebody_has_drained_already_is_left_when_a_person_asks() -> None:
+    w = world()
+    node = w.node_of(R0)
+    w.happen(ev.NodeChanged(node, NodeSeen(NodeState.DRAINING, "MIXED+DRAIN: bad fan")))
+    assert w.node_of(R0) == node
+    w.order("drain", node)
+    w.play(lambda: bool(w.tags(Exclude))).play(w.works)
+    assert w.node_of(R0) != node
+    assert not w.tags(Drain)
+
+
+def test_whole_gangs_move_off_a_node_that_is_wanted_drained() -> None:
+    w = world(spares=1)
+    node = w.node_of(TRAINER)
+    w.order("drain", node)
+    w.play(lambda: bool(w.drains)).play(w.works)
+    assert w.node_of(TRAINER) != node
+    assert w.incarnations()[TRAINER] == 2
+
+
+def test_what_a_person_has_drained_is_used_again_only_when_a_person_says_so() -> None:
+    w = world(exclusion=HOUR)
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    w.order("drain", node)
+    w.play(lambda: bool(w.drains)).play(w.works).wait(20 * HOUR)
+    assert w.state.nodes[node].excluded is not None
+    w.order("undrain", node)
+    w.wait(10.0)
+    assert w.state.nodes[node].excluded is None
+    assert w.drains == {}
+    assert w.state.marks == {}
+    assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
+
+
+def test_an_order_to_drain_can_be_taken_back_before_it_is_done() -> None:
+    w = world(spares=0, nodes=5)
+    w.closed["pool"] = "Resources"
+    node = w.node_of(R0)
+    w.order("drain", node)
+    w.wait(10.0)
+    w.order("undrain", node)
+    w.wait(2 * HOUR)
+    assert w.state.marks == {}
+    assert not w.tags(Exclude, Drain)
+    assert w.incarnations()[R0] == 1
+
+
+def test_without_rights_a_persons_order_excludes_the_node_and_leaves_a_request() -> None:
+    w = world(may=False)
+    node = w.node_of(R0)
+    w.order("drain", node)
+    w.play(lambda: bool(w.tags(Drain))).play(w.works).wait(5.0)
+    held = w.state.nodes[node]
+    assert (held.asked_by, held.drained, held.not_drained) == ("anna", "", "we may not drain nodes here")
+    assert w.node_of(R0) != node
+
+
+def test_a_node_that_is_excluded_already_is_drained_when_a_person_asks() -> None:
+    w = world()
+    node = w.node_of(R0)
+    w.condemn(node, Cause.SOFTWARE)
+    w.play(w.works).wait(5.0)
+    assert not w.drains
+    w.order("drain", node, "yes")
+    w.wait(5.0)
+    assert w.drains == {node: f"rrl:{RUN}:asked by anna: yes"}
+
+
+@pytest.mark.parametrize("order", ["drain", "undrain"])
+def test_an_order_about_a_node_that_is_none_of_the_runs_changes_nothing(order: str) -> None:
+    w = world()
+    before = w.state
+    w.order(order, NodeName("n99"))
+    assert msgspec.structs.replace(w.state, seq=before.seq, commands=before.commands) == before
+
+
+def test_the_next_manager_goes_on_with_what_was_ordered() -> None:
+    w = world(spares=0, nodes=4)
+    node = w.node_of(R0)
+    w.order("drain", node)
+    state = msgspec.json.decode(msgspec.json.encode(w.state), type=type(w.state))
+    assert state.marks == {node: ("drain", "anna")}
+
+
+def test_reasons_are_short_and_plain() -> None:
+    w = world()
+    node = w.node_of(R0)
+    w.order("drain", node, 'it\'s "bad"\n=[x]= ' + "long " * 100)
+    w.play(lambda: bool(w.drains))
+    reason = w.drains[node]
+    assert reason.startswith(f"rrl:{RUN}:asked by anna: it s bad x long")
+    assert len(reason) <= 160
+    assert not set(reason) & set("'\"\n=[]|")
+
+
+# ── what is told of it ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_what_we_may_not_drain_is_asked_of_the_administrators_with_the_evidence() -> None:
+    w = world(may=False)
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works)
+    w.order("drain", w.node_of(R1), "fan")
+    w.play(lambda: len(w.tags(Drain)) == 2).wait(5.0)
+    first, second = account(w.events).drain_requests
+    assert (first.node, first.cause, first.asked) == (node, "gpu", "")
+    assert first.evidence == ["xid: agent: Xid 79, GPU 3 has fallen off the bus"]
+    assert first.said == "we may not drain nodes here"
+    assert (second.cause, second.asked) == ("", "anna: fan")
+
+
+def test_what_was_drained_or_is_used_again_is_not_asked_for() -> None:
+    drained = world()
+    drained.condemn(drained.node_of(R0), Cause.GPU)
+    drained.play(drained.works).wait(5.0)
+    back = world(may=False, exclusion=HOUR)
+    back.shrinks = "no"
+    back.condemn(back.node_of(R0), Cause.NODE, proof=False)
+    back.play(back.works)
+    assert len(account(back.events).drain_requests) == 1
+    back.wait(HOUR + 10.0)
+    assert back.decided(Readmit)
+    for w in (drained, back):
+        assert account(w.events).drain_requests == []
+
+
+def test_a_run_ends_only_when_it_is_known_what_became_of_a_drain() -> None:
+    w = world()
+    w.unheard = True
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works)
+    w.cancel()
+    w.wait(600.0)
+    assert w.state.verdict is not None
+    assert not w.over
+    w.happen(ev.Done(f"{node}!drain", True))
+    assert w.over

@@ -1,0 +1,342 @@
+"""What the cluster takes back before a run is over: preempted, suspended, cancelled by somebody, out of walltime."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Finish, Launch, Release, Request, Rung
+from rrl.manager.cluster import AllocationSeen, AllocationState
+from rrl.manager.planner.start import REFUSALS
+from rrl.manager.state import Status, workers
+from rrl.spec.jobview import JobView, Limits, Part
+from rrl.spec.words import (
+    AGENT,
+    Cause,
+    Evidence,
+    Finding,
+    NodeName,
+    Outcome,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    role_of,
+)  # fmt: skip
+from rrl.tests.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_parts, job
+from rrl.tests.manager.world import World, assert_nothing_is_left, requests
+
+R0, R1 = ROLLOUTS
+FIRST, TRAIN = f"{RUN}.rollout-0", f"{RUN}.trainer-0"
+POOL = f"{RUN}.pool"
+HOUR = 3600.0
+GRACE = 30.0
+
+
+def told(world: World, tag: str, **changes: object) -> None:
+    """The cluster tells an allocation so, and nothing happens to it."""
+    seen = world.state.allocations[tag].seen
+    assert seen is not None
+    world.happen(ev.AllocationChanged(tag, msgspec.structs.replace(seen, **changes)))
+
+
+def preempt(world: World, tag: str) -> None:
+    """Slurm wants the nodes back: every step has its SIGTERM and leaves, the next look shows it."""
+    nodes = world.held[tag]
+    for step, (life, node) in list(world.steps.items()):
+        if node in nodes:
+            del world.steps[step]
+            world.happen(ev.StepEnded(life, step, 0, None, "asked"))
+    told(world, tag, left=GRACE, taken=True)
+    world.play(at_most=GRACE)
+    if tag in world.state.allocations:
+        world.drop(tag, AllocationState.ENDED)
+
+
+def fences(world: World) -> list[Fence]:
+    return [fence for fence in world.decided(Fence) if role_of(fence.life.replica) != AGENT]
+
+
+# ── preempted ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_who_is_on_a_preempted_node_leaves_at_once_uncharged_and_is_asked_a_node_for_while_the_run_goes_on() -> None:
+    world = World(in_parts()).steady()
+    world.closed["rollout"] = "Priority"
+    preempt(world, FIRST)
+    (fence,) = fences(world)
+    assert (fence.life.replica, fence.rung, fence.charged) == (R0, Rung.REPLACEMENT, False)
+    assert fence.why.evidence == (f"its allocation {FIRST} is taken back in 30 s: it is preempted",)
+    assert requests(world)[4:] == [f"{RUN}.rollout-2"]
+    world.wait(5 * HOUR)
+    assert (world.state.replica(R0).status, requests(world)[5:]) == (Status.WANTED, []), "it waits for the queue"
+    world.commit(2)
+    world.open("rollout")
+    world.steady()
+    assert world.incarnations() == {STORE: 1, ReplicaId("reward/0"): 1, TRAINER: 1, R0: 2, R1: 1}
+
+
+def test_nobody_is_started_on_nodes_that_are_being_taken_back() -> None:
+    world = World(in_parts()).steady()
+    told(world, FIRST, left=GRACE, taken=True)
+    before = len(world.decided(Launch))
+    world.play(lambda: FIRST not in world.state.allocations, at_most=GRACE)
+    assert [one.allocation for one in world.decided(Launch)[before:]] == []
+    assert [one.allocation for one in world.decided(Release)] == [FIRST], "left, it is given back before its time"
+
+
+def test_preempted_again_and_again_no_budget_is_spent() -> None:
+    world = World(in_parts(), nodes=40).steady()
+    for life in range(1, 31):
+        assert world.state.replica(R0).incarnation == life
+        preempt(world, world.state.replica(R0).allocation or "")
+        world.steady()
+    held = world.state.replica(R0)
+    assert (held.failures, held.incarnation, world.state.refusals) == ((), 31, ())
+    assert world.state.recoveries == 0
+
+
+def test_a_preempted_trainer_is_back_once_it_has_a_node_and_nobody_else_is_touched() -> None:
+    world = World(in_parts(), nodes=9).steady()
+    world.commit(1)
+    preempt(world, TRAIN)
+    world.steady()
+    assert world.incarnations() == {STORE: 1, ReplicaId("reward/0"): 1, TRAINER: 2, R0: 1, R1: 1}
+    assert world.state.replica(TRAINER).failures == ()
+
+
+def test_an_allocation_that_ends_before_anything_speaks_from_it_is_not_asked_for_without_end() -> None:
+    world = World(in_parts(), nodes=99).steady()
+    world.drop(FIRST)
+    for _ in range(50):
+        world.play(lambda: any(a.running for tag, a in world.state.allocations.items() if tag > FIRST + "0"), 50.0)
+        late = [tag for tag in requests(world)[4:] if tag in world.state.allocations]
+        if late and world.state.allocations[late[0]].running:
+            world.drop(late[0])
+        world.wait(1.0)
+    asked = len(requests(world)) - 4
+    assert asked == REFUSALS
+    assert world.state.replica(R0).status is Status.RETIRED
+
+
+def test_whoever_is_on_a_job_that_ends_leaves_before_slurm_has_said_why_and_its_last_word_is_waited_for() -> None:
+    world = World(in_parts(), nodes=9).steady()
+    told(world, FIRST, state=AllocationState.ENDING, detail="COMPLETING")
+    (fence,) = fences(world)
+    assert (fence.why.evidence, fence.charged) == ((f"its allocation {FIRST} ends: COMPLETING",), False)
+    world.steady()
+    assert [one.allocation for one in world.decided(Release)] == []
+    held = world.state.allocations[FIRST]
+    assert (held.pending, held.running, held.running_since is None) == (False, False, False)
+    world.drop(FIRST, AllocationState.ENDED)
+    assert world.state.refusals == ()
+
+
+def test_whose_process_is_ended_when_its_time_is_over_has_not_failed_though_the_cluster_says_nothing_yet() -> None:
+    world = World(job(spares=0), nodes=9).steady()
+    told(world, POOL, left=-1.0)
+    life, step = world.state.replica(R0).life, world.state.replica(R0).step
+    assert step is not None
+    assert fences(world) == [], "it may go on for a while"
+    del world.steps[step]
+    world.happen(ev.StepEnded(life, step, 0, None, "asked"))
+    (fence,) = fences(world)
+    assert (fence.life, fence.charged) == (life, False)
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=60.0)
+    assert world.state.replica(R0).allocation != POOL
+
+
+def test_nobody_is_started_on_nodes_whose_time_is_over() -> None:
+    world = World(job(spares=0), nodes=9).steady()
+    world.closed["pool"] = "Priority"
+    told(world, POOL, left=-1.0)
+    world.kill(R0)
+    world.wait(60.0)
+    assert R0 not in {life.replica for life, _ in world.steps.values()}
+
+
+def test_a_node_that_goes_down_and_up_every_few_seconds_moves_its_replica_once() -> None:
+    world = World(job(spares=2)).steady()
+    node = world.node_of(R0)
+    said = (Evidence("cluster", "down: DOWN*", world.now),)
+    down = Finding("node_down", Verdict.FAIL, Cause.NODE, Remedy.EXCLUDE, world.now, said, node=node, proof=True)
+    for _ in range(20):
+        world.happen(ev.FindingChanged(down))
+        world.play(at_most=3.0)
+        world.happen(ev.FindingChanged(msgspec.structs.replace(down, verdict=Verdict.OK)))
+        world.play(at_most=3.0)
+    world.steady()
+    assert [fence.life.replica for fence in fences(world)] == [R0]
+    assert world.node_of(R0) != node
+
+
+# ── suspended ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_suspended_allocation_keeps_its_nodes_and_gets_nobody_until_it_goes_on() -> None:
+    world = World(in_parts()).steady()
+    before = world.incarnations()
+    told(world, FIRST, state=AllocationState.SUSPENDED, detail="SUSPENDED")
+    held = world.state.allocations[FIRST]
+    assert (held.running, held.suspended, held.pending, held.ends) == (True, True, False, float("inf"))
+    world.wait(3 * 86400.0 / 24)
+    assert (requests(world)[4:], world.incarnations()) == ([], before)
+    told(world, FIRST, state=AllocationState.RUNNING, detail="RUNNING", left=50_000.0)
+    assert world.state.allocations[FIRST].ends == world.now + 50_000.0
+    assert world.incarnations() == before
+
+
+def test_a_restart_on_a_suspended_node_waits_until_it_goes_on_or_goes_elsewhere() -> None:
+    world = World(job(spares=0)).steady()
+    told(world, POOL, state=AllocationState.SUSPENDED)
+    world.kill(R0)
+    world.wait(60.0)
+    assert R0 not in {life.replica for life, _ in world.steps.values()}
+    told(world, POOL, state=AllocationState.RUNNING)
+    world.steady()
+    assert world.state.replica(R0).incarnation == 2
+
+
+# ── cancelled by somebody ────────────────────────────────────────────────────────────────────────────────────────────
+def cancel_all(world: World) -> None:
+    for tag in list(world.state.allocations):
+        nodes = world._give_back(tag)
+        seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.record(ev.AllocationChanged(tag, seen))
+    world.play(at_most=0.0)
+
+
+@pytest.mark.parametrize("small", [job(), in_parts()], ids=["pool", "replica"])
+def test_a_run_whose_nodes_somebody_cancels_asks_once_more_and_takes_the_second_time_for_an_order(
+    small: JobView,
+) -> None:
+    world = World(small, nodes=9).steady()
+    cancel_all(world)
+    world.steady()
+    assert {*world.incarnations().values()} == {2}
+    assert all(replica.failures == () for replica in world.state.replicas.values() if replica.role != AGENT)
+    cancel_all(world)
+    world.play()
+    (finish,) = world.decided(Finish)
+    assert finish.why.evidence == ("all that it had was cancelled 2 times within an hour, and not by rrl cancel",)
+    assert_nothing_is_left(world, Outcome.CANCELLED)
+
+
+def test_what_is_asked_for_while_slurm_has_yet_to_say_why_it_ended_hides_no_cancellation_and_several_are_one() -> None:
+    world = World(in_parts(), nodes=40).steady()
+    for life in (1, 2):
+        old = list(world.state.allocations)
+        for tag in old:
+            told(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
+        world.play(at_most=1.5)
+        assert len(world.state.allocations) > len(old), "nodes are asked for at once"
+        for tag in old:
+            nodes = world._give_back(tag)
+            seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            world.happen(ev.AllocationChanged(tag, seen))
+        assert len(world.state.emptied) == life, "all that ended together was one deed"
+        if life == 1:
+            world.steady()
+    assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
+
+
+def test_one_of_two_allocations_is_not_all_that_the_run_had() -> None:
+    world = World(in_parts(), nodes=40).steady()
+    for tag in (FIRST, TRAIN):
+        told(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
+        nodes = world._give_back(tag)
+        seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, seen))
+        world.steady()
+    assert world.state.emptied == ()
+
+
+def test_a_request_that_somebody_cancels_twice_in_the_queue_ends_the_run_too() -> None:
+    world = World(job(), nodes=1).play(at_most=5.0)
+    for _ in range(2):
+        (tag,) = world.state.allocations
+        seen = AllocationSeen(AllocationState.ENDED, "7", (), "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, seen))
+        world.play(at_most=5.0)
+    assert world.decided(Finish)[0].outcome is Outcome.CANCELLED
+
+
+def test_one_of_several_allocations_that_somebody_cancels_is_replaced_as_often_as_it_takes() -> None:
+    world = World(in_parts(), nodes=30).steady()
+    for _ in range(5):
+        tag = world.state.replica(R0).allocation or ""
+        nodes = world._give_back(tag)
+        seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+        world.happen(ev.AllocationChanged(tag, seen))
+        world.steady()
+    assert (world.state.verdict, world.state.replica(R0).incarnation) == (None, 6)
+
+
+def test_a_request_that_is_held_ends_no_run_however_long_it_is() -> None:
+    world = World(job(), nodes=1).play(at_most=5.0)
+    told(world, POOL, detail="PENDING: held by an administrator (scontrol release)")
+    world.wait(10 * HOUR)
+    assert (world.state.verdict, list(world.state.allocations)) == (None, [POOL])
+
+
+# ── out of walltime ──────────────────────────────────────────────────────────────────────────────────────────────────
+def terms(small: JobView, term: float) -> JobView:
+    """``[cluster] job_walltime``."""
+    (pool,) = small.parts
+    part: Part = msgspec.structs.replace(pool, walltime=term)
+    return msgspec.structs.replace(small, parts=(part,))
+
+
+def test_a_pool_that_ends_before_the_run_is_followed_by_another_with_its_spares_and_all_move_role_by_role() -> None:
+    small = terms(job(rollouts=3, spares=2, walltime=20 * HOUR, steps=10**6), 4 * HOUR)
+    world = World(small, nodes=30).steady()
+    asked = world.decided(Request)[0].ask
+    world.play(lambda: len(requests(world)) == 2, at_most=5 * HOUR)
+    ends = world.state.allocations[POOL].ends
+    assert world.now == ends - small.limits.rotate
+    follow = world.decided(Request)[1].ask
+    assert (asked.again, follow.again) == (False, True), "our own nodes may serve it, once they are free"
+    assert (follow.count, follow.walltime) == (asked.count, 4 * HOUR)
+    while world.state.replica(R0).incarnation == 1 or not world.works():
+        down = [r.role for r in world.state.replicas.values() if r.role != AGENT and r.status is not Status.JOINED]
+        assert len(down) == len(set(down)), "two of a role were away at once"
+        world.wait(0.25)
+    world.play(lambda: POOL not in world.state.allocations, at_most=HOUR)
+    assert world.now < ends
+    assert world.incarnations() == dict.fromkeys(world.incarnations(), 2)
+    world.wait(13 * HOUR)
+    assert max(world.incarnations().values()) == 5, "and so on until the run itself ends"
+    assert all(replica.failures == () for replica in workers(world.state))
+
+
+def test_a_follow_up_asks_for_the_time_that_is_left() -> None:
+    world = World(terms(job(walltime=6 * HOUR, steps=10**6), 4 * HOUR), nodes=30).steady()
+    world.play(lambda: len(requests(world)) == 2, at_most=5 * HOUR)
+    assert world.decided(Request)[1].ask.walltime == pytest.approx(world.state.ends - world.now, abs=1.0)
+
+
+def test_an_end_that_the_cluster_brings_forward_is_prepared_for_and_one_that_it_puts_off_is_not() -> None:
+    world = World(job(walltime=20 * HOUR, steps=10**6), nodes=30).steady()
+    told(world, POOL, left=HOUR)
+    world.play(lambda: len(requests(world)) == 2, at_most=2 * HOUR)
+    assert world.now == world.state.allocations[POOL].ends - world.state.job.limits.rotate
+    world = World(terms(job(walltime=20 * HOUR, steps=10**6), 4 * HOUR), nodes=30).steady()
+    told(world, POOL, left=19.9 * HOUR)
+    world.wait(3.9 * HOUR)
+    assert len(requests(world)) == 1
+
+
+def test_a_trainer_killed_at_the_end_of_its_allocation_goes_on_from_its_last_commit_however_short_killwait_is() -> None:
+    limits = Limits(rotate=1.0)  # far too late to move in time
+    world = World(msgspec.structs.replace(terms(job(walltime=20 * HOUR, steps=10**6), 4 * HOUR), limits=limits), 30)
+    world.steady()
+    world.commit(41)
+    world.play(lambda: world.state.replica(TRAINER).incarnation == 2, at_most=5 * HOUR)
+    world.steady()
+    assert (world.state.step, world.state.replica(TRAINER).failures) == (41, ())
+    assert world.state.verdict is None
+
+
+def test_a_manager_of_a_run_in_a_suspended_pool_does_not_count_it_as_lost() -> None:
+    world = World(job()).steady()
+    told(world, POOL, state=AllocationState.SUSPENDED)
+    assert NodeName("n1") in world.state.nodes
+    world.cancel()
+    world.play(at_most=600.0)
+    assert_nothing_is_left(world, Outcome.CANCELLED)

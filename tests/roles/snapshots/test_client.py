@@ -1,0 +1,545 @@
+"""A member and its node's agent, and the agents of other nodes: what is kept, copied, had again, and let go of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.roles.snapshots import asking
+from rrl.roles.snapshots import keeper as keepers
+from rrl.roles.snapshots.client import SnapshotClient
+from rrl.roles.snapshots.keeper import Keeper
+from rrl.roles.snapshots.shape import META_ROOM, PAYLOAD, Damaged, Fenced, Kept, SnapshotError, digest_of
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.lab.first import PATIENCE, until
+from rrl.tests.roles.snapshots.keeping import FAR, keep, keeper, member, process
+from rrl.tests.roles.snapshots.writer import GANG, NODE
+from rrl.transport import blobs
+from rrl.transport.blobs import send_bulk
+from rrl.transport.keys import RunKeys
+from rrl.transport.weights import pipe
+from rrl.transport.weights.pipe import Line, shake_hands
+
+BIG = 24 * 2**20
+"""bytes; more than two sockets hold"""
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second is little on a loaded machine."""
+    monkeypatch.setattr(pipe, "HANDSHAKE_BY", 10.0)
+
+
+@pytest.fixture
+def keys() -> RunKeys:
+    return RunKeys.make()
+
+
+@pytest.fixture
+def here(keys: RunKeys) -> Iterator[Keeper]:
+    with keeper(keys) as made:
+        yield made
+
+
+@pytest.fixture
+def far(keys: RunKeys) -> Iterator[Keeper]:
+    with keeper(keys, FAR) as made:
+        yield made
+
+
+@pytest.fixture
+def one(keys: RunKeys, here: Keeper) -> Iterator[SnapshotClient]:
+    with member(keys) as client:
+        yield client
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of a test are threads of one process, which does not end: it is not waited for."""
+    monkeypatch.setattr(keepers, "WRITER_ENDS_WITHIN", 0.0)
+
+
+def steps(kept: list[Kept]) -> list[tuple[int, int]]:
+    return [(each.step, each.incarnation) for each in kept]
+
+
+# ── on its own node ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_last_two_snapshots_are_kept_and_read_again(one: SnapshotClient) -> None:
+    contents = {step: keep(one, step, 5 * 2**20 + step) for step in (1, 2, 3)}
+    kept = one.available()
+    assert steps(kept) == [(3, 1), (2, 1)]
+    assert all(each.own and each.gang == GANG and each.rank == 0 for each in kept)
+    for each in kept:
+        meta, data = one.read(each)
+        assert (meta, bytes(data)) == (b"step %d" % each.step, contents[each.step])
+
+
+def test_a_snapshot_does_not_count_before_it_is_sealed_and_the_one_before_it_does(one: SnapshotClient) -> None:
+    keep(one, 1)
+    keep(one, 2)
+    one.buffer(1000, 3)[:] = b"3" * 1000
+    assert steps(one.available()) == [(2, 1)]
+    assert bytes(one.buffer(1000, 3)) == b"3" * 1000, "the same view is had again"
+    one.seal(3).result()
+    assert steps(one.available()) == [(3, 1), (2, 1)]
+
+
+def test_the_memory_of_a_snapshot_grows_with_it_and_is_used_again(keys: RunKeys, here: Keeper) -> None:
+    with member(keys) as one:
+        for step, size in ((1, 10), (2, 10), (3, 100_000), (4, 10), (5, 5 * 2**20), (6, 0)):
+            content = keep(one, step, size)
+            assert bytes(one.read(one.available()[0])[1]) == content
+            if step == 2:
+                before = _descriptors()
+        assert steps(one.available()) == [(6, 1), (5, 1)]
+        until(lambda: _descriptors() <= before)
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_sealing_goes_on_beside_the_next_step_and_the_next_buffer_waits_for_it(
+    one: SnapshotClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1)
+    may = threading.Event()
+
+    def held_back(meta: bytes, payload: memoryview) -> bytes:
+        assert may.wait(PATIENCE)
+        return digest_of(meta, payload)
+
+    monkeypatch.setattr("rrl.roles.snapshots.client.digest_of", held_back)
+    one.buffer(1000, 2)
+    sealed = one.seal(2)
+    assert steps(one.available()) == [(1, 1)]
+    had = threading.Event()
+
+    def buffers() -> None:
+        one.buffer(1000, 3)
+        had.set()
+
+    waiting = threading.Thread(target=buffers)
+    waiting.start()
+    assert not had.wait(0.1)
+    assert not sealed.done()
+    may.set()
+    waiting.join(PATIENCE)
+    assert had.is_set()
+    assert sealed.result(PATIENCE).step == 2
+    assert steps(one.available()) == [(2, 1)]
+
+
+def test_what_cannot_be_sealed_is_said(one: SnapshotClient) -> None:
+    with pytest.raises(ValueError, match="nothing to seal"):
+        one.seal(1)
+    one.buffer(10)
+    with pytest.raises(ValueError, match="bytes of meta"):
+        one.seal(1, bytes(META_ROOM + 1))
+    one.seal(1, bytes(META_ROOM)).result()
+    assert len(one.read(one.available()[0])[0]) == META_ROOM
+
+
+def test_a_byte_that_changed_is_found(one: SnapshotClient, here: Keeper) -> None:
+    keep(one, 1)
+    keep(one, 2)
+    newest, older = one.available()
+    buffer = here._shelf.find(newest)
+    os.pwrite(buffer.fd, b"!", PAYLOAD + 999)
+    with pytest.raises(Damaged, match="step 2 of trainer/0#1, rank 0"):
+        one.read(newest)
+    assert one.read(older)[0] == b"step 1"
+
+
+def test_every_rank_and_every_node_has_memory_of_its_own(keys: RunKeys, here: Keeper, far: Keeper) -> None:
+    with member(keys, rank=0) as zero, member(keys, rank=1) as one, member(keys, rank=1, node=FAR) as other:
+        for number, client in enumerate((zero, one, other)):
+            keep(client, 10 + number)
+        assert {(each.rank, each.step) for each in zero.available()} == {(0, 10), (1, 11)}
+        assert {(each.rank, each.step) for each in other.available()} == {(1, 12)}
+        assert zero.available(far.address) == other.available()
+
+
+def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
+    keys: RunKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "RETRY", 0.0)
+    with member(keys) as client:
+        with pytest.raises(SnapshotError, match=r"nobody listens .* it must share the node's network"):
+            client.buffer(1000, 1)
+        with keeper(keys):
+            keep(client, 2)
+            keep(client, 3)
+        until(lambda: not client._agent.there)
+        with pytest.raises(SnapshotError):
+            client.buffer(1000, 4)
+        with keeper(keys):
+            assert client.available() == []
+            keep(client, 5)
+            assert steps(client.available()) == [(5, 1)]
+
+
+def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
+    keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "RETRY", 0.0)
+    with member(keys) as client:
+        with process(keys, tmp_path) as (agent, _):
+            keep(client, 1)
+            view = client.buffer(1000, 2)
+            agent.kill()
+            agent.wait()
+            view[:] = b"x" * 1000  # the memory is still the member's
+            client.seal(2).result()
+        with process(keys, tmp_path):
+            keep(client, 3)
+            assert steps(client.available()) == [(3, 1)]
+
+
+def test_a_hanging_agent_is_not_asked_at_every_step(
+    keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipe, "HANDSHAKE_BY", 1.0)
+    with process(keys, tmp_path) as (agent, _), member(keys) as client:
+        agent.send_signal(signal.SIGSTOP)
+        with pytest.raises(SnapshotError, match="nothing within"):
+            client.buffer(1000, 1)
+        for step in (2, 3):
+            with pytest.raises(SnapshotError, match="it did not answer, and is asked again 5 s after that"):
+                client.buffer(1000, step)
+        asked = threading.Event()
+
+        async def handshake(*args: Any, **more: Any) -> None:
+            if asked.is_set():  # it hung once more, and is asked yet again
+                agent.send_signal(signal.SIGCONT)
+            asked.set()
+            await shake_hands(*args, **more)
+
+        monkeypatch.setattr(asking, "shake_hands", handshake)
+        assert client.available() == []
+        keep(client, 4)
+
+
+def test_an_agent_that_hangs_costs_a_member_nothing_once_it_has_its_memory(
+    keys: RunKeys, tmp_path: Path
+) -> None:
+    with process(keys, tmp_path) as (agent, _), member(keys) as client:
+        keep(client, 1)
+        keep(client, 2)
+        agent.send_signal(signal.SIGSTOP)
+        for step in range(3, 20):
+            keep(client, step)
+        agent.send_signal(signal.SIGCONT)
+        assert steps(client.available()) == [(19, 1), (18, 1)]
+
+
+# ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_more_than_the_node_has_room_for_is_refused_and_what_was_kept_stays(
+    keys: RunKeys, one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1, 2**20)
+    keep(one, 2, 2**20)
+    monkeypatch.setattr(here._shelf, "_free", lambda: 6 * 2**20)
+    with member(keys, rank=1) as other, pytest.raises(SnapshotError, match="has no room: snapshots may take 4 MB"):
+        other.buffer(2**22, 1)
+    with pytest.raises(SnapshotError, match="a buffer of 4 MB has no room"):
+        one.buffer(2**22, 3)
+    assert steps(one.available()) == [(2, 1), (1, 1)]
+    keep(one, 3, 2**20)
+    assert steps(one.available()) == [(3, 1), (2, 1)]
+
+
+def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
+    one: SnapshotClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrl.roles.snapshots.mapped.available", lambda: 10**6)
+    with pytest.raises(SnapshotError, match="a snapshot takes 41 MB more, 1 MB are left here"):
+        one.buffer(40 * 10**6, 1)
+
+
+def test_a_limit_of_file_sizes_is_named(
+    one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(fd: int, size: int) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr("os.ftruncate", limited)
+    with pytest.raises(SnapshotError, match=r"File too large \(ulimit -f\)"):
+        one.buffer(1000, 1)
+
+
+def test_two_hundred_steps_take_no_more_memory_and_descriptors_than_two(keys: RunKeys, tmp_path: Path) -> None:
+    with (
+        process(keys, tmp_path) as (agent, _), process(keys, tmp_path, FAR) as (buddy, address), member(keys) as client
+    ):
+        size = 2**20
+        for step in range(1, 201):
+            keep(client, step, size)
+            client.copy_to(address)
+            if step == 20:
+                before = [_footprint(pid) for pid in (os.getpid(), agent.pid, buddy.pid)]
+        until(lambda: all(_footprint(each.pid)[0] <= before[i + 1][0] for i, each in enumerate((agent, buddy))))
+        after = [_footprint(pid) for pid in (os.getpid(), agent.pid, buddy.pid)]
+        assert after[0][0] <= before[0][0]
+        assert all(now - then < 3 * size for (_, now), (_, then) in zip(after, before, strict=True)), (before, after)
+
+
+def _footprint(pid: int) -> tuple[int, int]:
+    """Descriptors, bytes in memory."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    rss = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+    return len(os.listdir(f"/proc/{pid}/fd")), rss
+
+
+# ── copies on other nodes ──────────────────────────────────────────────────────────────────────────────────────────
+def test_a_copy_is_kept_by_another_nodes_agent_and_fetched_from_there(
+    keys: RunKeys, one: SnapshotClient, far: Keeper
+) -> None:
+    contents = {}
+    for step in (1, 2, 3):
+        contents[step] = keep(one, step, 9 * 2**20 + step)
+        sent = one.copy_to(far.address)
+        assert (sent.step, sent.own) == (step, False)
+    with member(keys, 2, node=FAR) as next_life:
+        kept = next_life.available()
+        assert kept == next_life.available(far.address)
+        assert steps(kept) == [(3, 1), (2, 1)]
+        for each in kept:
+            for meta, data in (next_life.read(each), next_life.fetch(far.address, each)):
+                assert (meta, bytes(data)) == (b"step %d" % each.step, contents[each.step])
+
+
+def test_what_is_there_already_is_not_sent_again(
+    one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1)
+    assert one.copy_to(far.address).step == 1
+    monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", None)
+    assert one.copy_to(far.address).step == 1
+
+
+def test_nothing_to_copy_and_nobody_to_copy_to_are_errors(one: SnapshotClient, far: Keeper) -> None:
+    with pytest.raises(SnapshotError, match="no snapshot is sealed yet"):
+        one.copy_to(far.address)
+    keep(one, 1)
+    far.close()
+    for address in (far.address, "tcp://127.0.0.1:1", "nowhere", ""):
+        with pytest.raises(SnapshotError):
+            one.copy_to(address)
+    assert steps(one.available()) == [(1, 1)]
+
+
+def test_a_receiver_that_dies_in_the_middle_costs_an_error(
+    keys: RunKeys, one: SnapshotClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1, BIG)
+    with process(keys, tmp_path, FAR) as (agent, address):
+
+        async def dies(line: Line, data: memoryview) -> None:
+            await send_bulk(line, data[: BIG // 2])
+            if len(data) == BIG:
+                agent.kill()
+                agent.wait()
+                await send_bulk(line, data[BIG // 2 :])
+
+        monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", dies)
+        with pytest.raises(SnapshotError):
+            one.copy_to(address)
+    assert steps(one.available()) == [(1, 1)]
+    keep(one, 2, BIG)
+
+
+def test_a_sender_that_dies_in_the_middle_leaves_the_copy_before_it(
+    keys: RunKeys, one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1, BIG)
+    one.copy_to(far.address)
+    keep(one, 2, BIG)
+
+    async def dies(line: Line, data: memoryview) -> None:
+        await send_bulk(line, data[: BIG // 2])
+        line.abort()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rrl.roles.snapshots.client.send_bulk", dies)
+        with pytest.raises(SnapshotError):
+            one.copy_to(far.address)
+    assert steps(one.available(far.address)) == [(1, 1)]
+    one.copy_to(far.address)
+    assert steps(one.available(far.address)) == [(2, 1), (1, 1)]
+
+
+def test_a_copy_that_arrived_otherwise_does_not_count(
+    one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1)
+
+    async def garbles(line: Line, data: memoryview) -> None:
+        await send_bulk(line, memoryview(bytes(len(data))))
+
+    monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", garbles)
+    with pytest.raises(SnapshotError, match="arrived with other bytes"):
+        one.copy_to(far.address)
+    assert one.available(far.address) == []
+
+
+def test_a_receiver_that_hangs_is_given_up(
+    keys: RunKeys, one: SnapshotClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1, BIG)
+    monkeypatch.setattr(blobs, "CHUNK_BY", 0.2)
+    with process(keys, tmp_path, FAR) as (agent, address):
+        _stops_when_asked(agent.pid, monkeypatch)
+        with pytest.raises(SnapshotError, match=r"nothing within 0\.2 s"):
+            one.copy_to(address)
+
+
+def test_the_next_snapshot_does_not_wait_for_a_slow_copy_of_an_older_one(
+    keys: RunKeys, one: SnapshotClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1, BIG)
+    with process(keys, tmp_path, FAR) as (agent, address):
+        stopped = _stops_when_asked(agent.pid, monkeypatch)
+        failed: list[str] = []
+
+        def copy() -> None:
+            try:
+                one.copy_to(address)
+            except SnapshotError as error:
+                failed.append(str(error))
+
+        copying = threading.Thread(target=copy)
+        copying.start()
+        assert stopped.wait(PATIENCE)
+        keep(one, 2, BIG)
+        assert copying.is_alive(), "it reads from the other buffer"
+        keep(one, 3, BIG)
+        copying.join(PATIENCE)
+        assert failed == ["step 1 was not copied in time: its memory is needed again"]
+    assert steps(one.available()) == [(3, 1), (2, 1)]
+
+
+def _stops_when_asked(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The receiver is stopped once it is ready to receive."""
+    stopped = threading.Event()
+
+    async def stops(line: Line, data: memoryview) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stopped.set()
+        await send_bulk(line, data)
+
+    monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", stops)
+    return stopped
+
+
+# ── lives ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.usefixtures("hasty")
+def test_a_fenced_member_cannot_touch_what_its_successor_keeps(
+    keys: RunKeys, one: SnapshotClient, far: Keeper
+) -> None:
+    keep(one, 1)
+    keep(one, 2)
+    late = one.buffer(1000, 3)
+    with member(keys, 2) as second:
+        assert steps(second.available()) == [(2, 1)]
+        content = keep(second, 3)
+        late[:] = b"late" * 250
+        one.seal(3).result()  # it is alive, and its memory is still mapped
+        assert second.read(second.available()[0])[1] == content
+        second.available(far.address)
+        for say in (one.available, lambda: one.copy_to(far.address), lambda: one.available(far.address)):
+            with pytest.raises(Fenced, match="trainer/0#1 is fenced: #2 has taken its place"):
+                say()
+        keep(second, 4)
+        until(lambda: steps(second.available()) == [(4, 2), (3, 2)])  # what the first one left is gone
+
+
+@pytest.mark.usefixtures("hasty")
+def test_what_the_manager_fenced_is_not_taken_in(keys: RunKeys, one: SnapshotClient, far: Keeper) -> None:
+    keep(one, 1)
+    far.fence(Life(ReplicaId("trainer/0.3"), 1))
+    with pytest.raises(Fenced):
+        one.copy_to(far.address)
+    with member(keys, 2, rank=1, gang=ReplicaId("trainer/1")) as other:
+        keep(other, 1)
+        assert other.copy_to(far.address).step == 1
+
+
+def test_a_copy_whose_sender_is_fenced_meanwhile_does_not_count(
+    one: SnapshotClient, far: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(one, 1)
+
+    async def late(line: Line, data: memoryview) -> None:
+        far._shelf.fence(GANG, 2)
+        await send_bulk(line, data)
+
+    monkeypatch.setattr("rrl.roles.snapshots.client.send_bulk", late)
+    with pytest.raises(Fenced):
+        one.copy_to(far.address)
+    assert far._shelf.kept(GANG) == []
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_life_that_goes_back_replaces_the_steps_that_it_does_anew(
+    keys: RunKeys, one: SnapshotClient, far: Keeper
+) -> None:
+    for step in (1, 2):
+        keep(one, step)
+        one.copy_to(far.address)
+    with member(keys, 2) as second:
+        keep(second, 2)  # from step 1 again
+        assert steps(second.available()) == [(2, 2), (2, 1), (1, 1)]
+        second.copy_to(far.address)
+        assert steps(second.available(far.address)) == [(2, 2), (1, 1)]
+        keep(second, 3)
+        second.copy_to(far.address)
+        assert steps(second.available(far.address)) == [(3, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("goes_on_from", [1, 2])
+def test_a_life_does_not_overwrite_what_it_goes_on_from_before_it_has_a_snapshot_of_its_own(
+    keys: RunKeys, one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch, goes_on_from: int
+) -> None:
+    keep(one, 1)
+    keep(one, 2)
+    monkeypatch.setattr(keepers, "_has_ended", lambda pidfd: True)
+    with member(keys, 2) as second:
+        second.read(next(kept for kept in second.available() if kept.step == goes_on_from))
+        second.buffer(1000, 2)  # the step is done anew, or its commit is finished
+        assert steps(second.available()) == [(goes_on_from, 1)]
+        second.seal(2).result()
+        keep(second, 3)
+        assert steps(second.available()) == [(3, 2), (2, 2)]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_what_is_left_on_a_node_that_a_rank_has_moved_away_from_is_let_go_of(
+    keys: RunKeys, one: SnapshotClient, here: Keeper, far: Keeper
+) -> None:
+    keep(one, 1)
+    with member(keys, rank=1) as beside, member(keys, 2, node=FAR) as moved:
+        keep(beside, 1)
+        keep(moved, 2)
+        moved.forget(here.address)
+        assert {(each.rank, each.step) for each in moved.available(here.address)} == {(1, 1)}
+
+
+def test_memory_is_named_after_the_run_and_leaves_no_file(one: SnapshotClient, here: Keeper) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    keep(one, 1)
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]
+    assert any(name.startswith("/memfd:rrl/run-1/snapshot") for name in names)
+    assert set(os.listdir("/dev/shm")) == shm
+    assert f"@rrl/run-1/{here._name[-16:]}" in Path("/proc/net/unix").read_text()
+    assert NODE not in here._name
+
+
+def _is_link(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")

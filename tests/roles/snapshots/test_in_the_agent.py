@@ -1,0 +1,117 @@
+"""An agent that keeps snapshots, as a run starts it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.roles.snapshots.client import SnapshotClient
+from rrl.roles.snapshots.doors import socket_name
+from rrl.roles.snapshots.shape import Fenced, SnapshotError
+from rrl.spec.launch import Launch
+from rrl.spec.rundir import write_atomically
+from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.tests.hostile.attacks import Footprint
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.roles.snapshots.keeping import keep
+from rrl.transport import messages as msg
+
+GANG = ReplicaId("trainer/0")
+SIZE = 30 * 2**20
+
+
+def agent_on(at: Lab, node: str) -> Launch:
+    return at.launch(replica=f"agent/{node}", node=node, env={"RRL_BEAT": "0.1"})
+
+
+def member(at: Lab, node: str, incarnation: int = 1) -> SnapshotClient:
+    return SnapshotClient(at.run.id, NodeName(node), at.keys, GANG, 0, incarnation)
+
+
+def _is_on(node: str, said: msg.AgentHello) -> bool:
+    return said.node == node
+
+
+def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launches = {node: agent_on(at, node) for node in ("local1", "local2")}
+            agents = {node: at.start(launch, "agent") for node, launch in launches.items()}
+            addresses = {
+                node: (await manager.hears(msg.AgentHello, partial(_is_on, node))).keeps for node in launches
+            }
+            before = {node: Footprint.of(agent.pid) for node, agent in agents.items()}
+            first, second = member(at, "local1"), member(at, "local2", 2)
+
+            def train() -> None:
+                for step in range(1, 4):
+                    keep(first, step, SIZE)
+                    first.copy_to(addresses["local2"])
+
+            await asyncio.to_thread(train)
+            first.close()
+            for node, agent in agents.items():
+                grown = Footprint.of(agent.pid).memory - before[node].memory
+                assert grown < SIZE / 2, "what is kept is not mapped by the agent"
+            kept = await asyncio.to_thread(second.available)
+            assert [each.step for each in kept] == [3, 2]
+            there = (await asyncio.to_thread(second.available, addresses["local1"]))[0]
+            assert (await asyncio.to_thread(second.fetch, addresses["local1"], there))[0] == b"step 3"
+            manager.heard.clear()
+            await manager.hears(msg.AgentBeat)
+            for launch in launches.values():
+                await manager.tell(launch.life, msg.Stop(launch.life, 1.0, "done"))
+            await eventually(lambda: all(agent.poll() is not None for agent in agents.values()))
+            left = await asyncio.to_thread(Path("/proc/net/unix").read_text)
+            assert not any(socket_name(at.run.id, NodeName(node), at.keys.secret) in left for node in launches)
+            with pytest.raises(SnapshotError):
+                await asyncio.to_thread(second.available)
+            second.close()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_life_that_the_manager_fenced_leaves_nothing_more_with_the_agent(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = agent_on(at, "local1")
+            at.start(launch, "agent")
+            await manager.hears(msg.AgentHello)
+            client = member(at, "local1")
+            await asyncio.to_thread(keep, client, 1)
+            await manager.tell(launch.life, msg.Fenced(Life(ReplicaId("trainer/0.1"), 1), "its gang restarts"))
+
+            async def fenced() -> bool:
+                try:
+                    await asyncio.to_thread(client.available)
+                except Fenced:
+                    return True
+                return False
+
+            async with asyncio.timeout(30):
+                while not await fenced():
+                    pass
+            client.close()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_an_agent_that_no_other_node_reaches_keeps_for_its_own(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = msgspec.structs.replace(agent_on(at, "local1"), network="nowhere0")
+            write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
+            at.start(launch, "agent")
+            assert (await manager.hears(msg.AgentHello)).keeps == ""
+            client = member(at, "local1")
+            await asyncio.to_thread(keep, client, 1)
+            client.close()
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

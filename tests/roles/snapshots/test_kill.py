@@ -1,0 +1,105 @@
+"""Members that are killed at any moment: what they leave is always the whole snapshot of their last step or of the one
+before, and never a mixture."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rrl.tests.roles.snapshots.keeping import keeper, member
+from rrl.tests.roles.snapshots.writer import SIZE
+from rrl.transport.keys import RunKeys
+
+WHERE = ("copy", "digest", "head", "sealed")
+PATIENCE = 30.0
+LATEST = 0.05
+"""s after a member has begun, at which it is killed from outside: some steps of its 5 MB each"""
+
+
+class Members:
+    def __init__(self, folder: Path) -> None:
+        self.keys = RunKeys.make()
+        self.keys.save(folder / "keys.json")
+        self._progress = folder / "progress"
+        self._progress.write_bytes(bytes(8))
+        files = (str(folder / "keys.json"), str(self._progress))
+        argv = [sys.executable, "-m", "rrl.tests.roles.snapshots.writer", *files]
+        self._forks = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @property
+    def begun(self) -> int:
+        """The step that was begun last."""
+        return int(struct.unpack("<Q", self._progress.read_bytes())[0])
+
+    def start(self, incarnation: int, where: str) -> int:
+        """A pidfd."""
+        assert self._forks.stdin is not None
+        assert self._forks.stdout is not None
+        self._forks.stdin.write(f"{incarnation} {where}\n")
+        self._forks.stdin.flush()
+        return os.pidfd_open(int(self._forks.stdout.readline()))
+
+    def close(self) -> None:
+        self._forks.communicate(timeout=PATIENCE)
+
+
+def live_and_die(members: Members, incarnation: int, where: str, chance: random.Random) -> None:
+    before = members.begun
+    life = members.start(incarnation, where)
+    try:
+        if where == "never":
+            deadline = time.monotonic() + PATIENCE
+            while members.begun == before:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(chance.random() * LATEST)
+            signal.pidfd_send_signal(life, signal.SIGKILL)
+        assert select.select([life], [], [], PATIENCE)[0], "it does not end"
+    finally:
+        os.close(life)
+
+
+def check(members: Members, incarnation: int, where: str) -> None:
+    """What is there for the next life is good, all of it."""
+    begun = members.begun
+    with member(members.keys, incarnation + 1) as next_life:
+        kept = next_life.available()
+        assert kept or begun == 1, (where, begun)
+        for each in kept:
+            meta, data = next_life.read(each)
+            assert struct.unpack("<Q", meta) == (each.step,)
+            assert data == bytes([each.step % 251]) * SIZE, f"a mixture of {each.step} after {where}"
+        if kept:
+            assert kept[0].step in ({begun} if where == "sealed" else {begun - 1, begun}), (where, begun, kept)
+            if where in ("copy", "digest", "head"):
+                assert kept[0].step == begun - 1, where
+
+
+def kill_many(folder: Path, kills: int) -> None:
+    members, chance = Members(folder), random.Random(7)
+    try:
+        with keeper(members.keys):
+            for incarnation in range(1, kills + 1):
+                where = chance.choice((*WHERE, "never", "never"))
+                live_and_die(members, incarnation, where, chance)
+                check(members, incarnation, where)
+    finally:
+        members.close()
+
+
+def test_whenever_a_member_is_killed_a_whole_snapshot_of_its_last_steps_is_left(tmp_path: Path) -> None:
+    kill_many(tmp_path, 50)
+
+
+@pytest.mark.soak
+def test_of_500_members_that_are_killed_each_leaves_a_whole_snapshot(tmp_path: Path) -> None:
+    kill_many(tmp_path, 500)

@@ -1,0 +1,161 @@
+"""Heads, digests, whose turn it is, and how much memory is left: without an agent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrl.roles.snapshots.messages import Who
+from rrl.roles.snapshots.room import available
+from rrl.roles.snapshots.shape import CLEARED, Digest, Head, Kept, SnapshotError, digest_of, turn
+from rrl.roles.snapshots.shelf import Shelf
+from rrl.spec.words import ReplicaId
+from rrl.transport.blobs import CHUNK
+
+_number = st.integers(0, 2**64 - 1)
+_heads = st.builds(Head, _number, _number, _number, _number, _number, st.binary(min_size=16, max_size=16))
+GANG = ReplicaId("trainer/0")
+
+
+@given(_heads, _heads, st.data())
+def test_a_head_that_was_written_in_part_is_none(old: Head, new: Head, data: st.DataObject) -> None:
+    written, below = new.encode(), data.draw(st.sampled_from([CLEARED, old.encode()]))
+    assert Head.decode(written) == new
+    torn = written[: (cut := data.draw(st.integers(0, len(written))))] + below[cut:]
+    assert Head.decode(torn) in ((new,) if torn == written else (old,) if torn == old.encode() else (None,))
+
+
+@pytest.mark.parametrize("junk", [b"", b"rrlsnap1", CLEARED, b"\xff" * 100])
+def test_what_is_no_head_is_none(junk: bytes) -> None:
+    assert Head.decode(junk) is None
+
+
+def test_a_digest_sees_each_byte_the_order_of_chunks_and_where_the_meta_ends() -> None:
+    payload = bytearray(2 * CHUNK + 5)
+    payload[7] = 1
+    seen = {digest_of(b"", memoryview(payload))}
+    for at in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 4):
+        payload[at] ^= 1
+        seen.add(digest_of(b"", memoryview(payload)))
+        payload[at] ^= 1
+    swapped = payload[CHUNK : 2 * CHUNK] + payload[:CHUNK] + payload[2 * CHUNK :]
+    seen |= {digest_of(b"", memoryview(swapped)), digest_of(b"\0", memoryview(payload)[1:])}
+    assert len(seen) == 7
+    piecewise = Digest(b"m")
+    for start in range(0, len(payload), CHUNK):
+        piecewise.add(memoryview(payload)[start : start + CHUNK])
+    assert piecewise.value() == digest_of(b"m", memoryview(payload))
+
+
+def _head(sequence: int, step: int) -> Head:
+    return Head(sequence, step, 1, 1, 0, bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("heads", "step", "whose"),
+    [
+        ((None, None), 1, 0),
+        ((_head(1, 1), None), 2, 1),
+        ((None, _head(1, 1)), 2, 0),
+        ((_head(3, 3), _head(2, 2)), 4, 1),
+        ((_head(1, 1), _head(2, 2)), 3, 0),
+        ((_head(1, 1), _head(2, 2)), 2, 1),  # a life that went back to step 1
+        ((_head(1, 7), _head(2, 8)), 1, 1),  # and one that began anew
+    ],
+)
+def test_the_older_snapshot_gives_way_or_the_one_that_a_life_has_gone_back_behind(
+    heads: tuple[Head | None, Head | None], step: int, whose: int
+) -> None:
+    assert turn(heads, step) == whose
+
+
+# ── room ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _machine(folder: Path, cgroup: str) -> tuple[Path, Path]:
+    proc, cgroups = folder / "proc", folder / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    (proc / "self/cgroup").write_text(cgroup)
+    return proc, cgroups
+
+
+def _limit(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+def test_what_is_available_is_the_least_of_the_machine_and_of_every_cgroup_above(tmp_path: Path) -> None:
+    proc, cgroups = _machine(tmp_path, "0::/slurm/job_1/step_0\n")
+    assert available(proc, cgroups) == 5000 * 1024
+    _limit(cgroups / "slurm/job_1/step_0", memory__max="max", memory__current="7")
+    assert available(proc, cgroups) == 5000 * 1024
+    stat = "file 9\ninactive_file 100"
+    _limit(cgroups / "slurm/job_1", memory__max="4000", memory__current="3500", memory__stat=stat)
+    assert available(proc, cgroups) == 600
+    _limit(cgroups / "slurm", memory__max="1000", memory__current="2000", memory__stat="inactive_file 0")
+    assert available(proc, cgroups) == 0
+
+
+def test_cgroups_of_the_older_kind_count_too(tmp_path: Path) -> None:
+    proc, cgroups = _machine(tmp_path, "4:cpu,memory:/slurm/job_1\n1:name=systemd:/\n0::/\n")
+    job = cgroups / "memory/slurm/job_1"
+    _limit(job, memory__stat="total_inactive_file 1")
+    (job / "memory.limit_in_bytes").write_text("4096\n")
+    (job / "memory.usage_in_bytes").write_text("1000\n")
+    assert available(proc, cgroups) == 3097
+
+
+def test_this_machine_has_memory() -> None:
+    assert available() > 2**20
+
+
+# ── what the agent holds ───────────────────────────────────────────────────────────────────────────────────────────
+def test_all_snapshots_of_a_node_share_its_room_and_what_is_let_go_of_is_free_again() -> None:
+    shelf = Shelf("rrl/test", lambda: 10_000_000)
+    try:
+        for rank, size in ((0, 2_000_000), (1, 2_000_000)):
+            who = Who(GANG, rank, 1)
+            shelf.attach(who, None, ended=True)
+            shelf.grow(who, 0, size)
+        with pytest.raises(SnapshotError, match=r"has no room: snapshots may take 5 MB .* 4 MB of them are taken"):
+            shelf.grow(Who(GANG, 1, 1), 1, 2_000_000)
+        shelf.forget(Who(GANG, 0, 2))
+        shelf.grow(Who(GANG, 1, 1), 1, 2_000_000)
+    finally:
+        shelf.close()
+
+
+def test_one_copy_of_a_rank_is_on_its_way_at_a_time() -> None:
+    shelf, who = Shelf("rrl/test"), Who(GANG, 0, 1)
+    kept = Kept(GANG, 0, 1, 1, 10, bytes(16), False)
+    try:
+        buffer, sequence = shelf.place(who, kept)
+        assert sequence == 1
+        with buffer.used(writing=True):
+            with pytest.raises(SnapshotError, match="another snapshot of rank 0 is on its way"):
+                shelf.place(who, kept)
+            shelf.forget(Who(GANG, 0, 2))  # whoever still writes to it keeps its descriptor
+            assert buffer.head is None
+        with pytest.raises(OSError, match="Bad file"):
+            buffer.clear()
+    finally:
+        shelf.close()
+
+
+def test_of_two_lives_that_may_still_live_the_newer_snapshot_is_kept() -> None:
+    shelf = Shelf("rrl/test")
+    try:
+        for incarnation in (1, 2, 3):
+            who = Who(GANG, 0, incarnation)
+            shelf.admit(who)
+            shelf.attach(who, None, ended=False)
+            if incarnation < 3:
+                buffer = shelf.grow(who, 0, 10)
+                os.pwrite(buffer.fd, Head(1, 9 - incarnation, incarnation, 10, 0, bytes(16)).encode(), 0)
+        assert [(each.step, each.incarnation) for each in shelf.kept(GANG)] == [(8, 1)]
+    finally:
+        shelf.close()

@@ -1,0 +1,122 @@
+"""A real trainer process, ended by SIGKILL at a moment that the test names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from rrl.roles.snapshots.shape import SnapshotError
+from rrl.roles.trainer import checkpoint, main
+from rrl.roles.trainer.checkpoint import Checkpoints, Written
+from rrl.roles.trainer.learner import Learner
+from rrl.roles.trainer.saver import Saver
+from rrl.roles.worker import Worker
+from rrl.spec.launch import LAUNCH_ENV
+
+
+def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: int) -> None:
+    """The life of the launch file, with its output in ``log``; if it ``dies``, at ``moment`` of ``step``. Its random
+    states begin with ``seed``: what is not restored shows."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ[LAUNCH_ENV] = launch_file
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+    _mark_with_chance()
+    if moment == SEALED:
+        _once_it_is_sealed(step, dies)
+    elif dies:
+        MOMENTS[moment](step)
+    main.main()
+    sys.stdout.flush()
+
+
+def _die() -> None:
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _mark_with_chance() -> None:
+    """The model has no dropout: have each step depend on every random state, as if it had."""
+    learnt = Learner.step
+
+    def step(self: Learner, batch: Any) -> dict[str, float]:
+        metrics = learnt(self, batch)
+        noise = torch.rand(()).item() + random.random() + numpy.random.random()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1 + 1e-6 * noise)
+        return metrics
+
+    Learner.step = step  # type: ignore[method-assign]
+
+
+def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
+    real = getattr(owner, name)
+
+    def wrapped(*words: Any, **named: Any) -> Any:
+        if when(*words):
+            _die()
+        return real(*words, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def _in_the_step(step: int) -> None:
+    _before(Learner, "_update", lambda learner, *_: learner.number + 1 == step)
+
+
+def _before_it_is_copied(step: int) -> None:
+    _before(Saver, "save", lambda saver, *_: saver._learner.number == step)
+
+
+def _once_it_is_sealed(step: int, dies: bool) -> None:
+    """And copied, by all members; nothing of it is on the disk."""
+    keep = Saver._keep
+
+    def wrapped(saver: Saver, staged: Any) -> None:
+        if staged.note.number == step:
+            client, buddy = saver._buffers._client, saver._buffers._buddy()
+            if client is not None and buddy is not None:
+                client.settle()
+                with contextlib.suppress(SnapshotError):  # an agent that the test has ended
+                    client.copy_to(buddy)
+            saver._gather(Written({}))
+            if dies:
+                _die()
+        keep(saver, staged)
+
+    Saver._keep = wrapped  # type: ignore
+
+
+def _in_the_files(step: int) -> None:
+    """They are written, and not one is durable."""
+    _before(checkpoint, "make_durable", lambda paths: f"/step-{step}." in str(paths[0]))
+
+
+def _before_the_commit(step: int) -> None:
+    _before(Worker, "commit", lambda me, number, *_: number == step)
+
+
+def _after_the_commit(step: int) -> None:
+    _before(Checkpoints, "committed", lambda self, folder: folder.name.startswith(f"step-{step}."))
+
+
+SEALED = "once it is sealed"
+MOMENTS: dict[str, Callable[[int], None]] = {
+    "in the step": _in_the_step,
+    "before it is copied": _before_it_is_copied,
+    "in the files": _in_the_files,
+    "before the commit": _before_the_commit,
+    "after the commit": _after_the_commit,
+}

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from rrl.roles.snapshots.shape import SnapshotError
+from rrl.roles.trainer.buffers import HostBuffers, buddy_of
+from rrl.roles.trainer.layout import Layout
+from rrl.spec.words import NodeName
+from rrl.tests.lab.first import until
+
+pytestmark = pytest.mark.torch
+
+A, B, C, D = (NodeName(name) for name in "abcd")
+KEEPERS = {node: f"tcp://{node}:1" for node in (A, B, C, D)}
+
+
+class Client:
+    """A SnapshotClient's face; ``broken`` says what it raises."""
+
+    def __init__(self) -> None:
+        self.broken = ""
+        self.memory = bytearray(64)
+        self.sealed: list[tuple[int, bytes]] = []
+        self.copied: list[str] = []
+
+    def prepare(self, nbytes: int) -> None:
+        self._works()
+
+    def buffer(self, nbytes: int, step: int) -> memoryview:
+        self._works()
+        return memoryview(self.memory)[:nbytes]
+
+    def seal(self, step: int, meta: bytes) -> Future[None]:
+        self.sealed.append((step, meta))
+        return Future()
+
+    def settle(self) -> None: ...
+
+    def copy_to(self, address: str) -> None:
+        self._works()
+        self.copied.append(address)
+
+    def _works(self) -> None:
+        if self.broken:
+            raise SnapshotError(self.broken)
+
+
+def _buffers(client: Client | None, **named: Any) -> HostBuffers:
+    return HostBuffers(client, **named)  # type: ignore[arg-type]
+
+
+def test_each_member_of_a_ring_sends_its_copies_to_the_next_node_that_keeps_any() -> None:
+    nodes = [A, A, B, B, C]
+    assert [buddy_of(node, nodes, KEEPERS) for node in (A, B, C)] == [KEEPERS[B], KEEPERS[C], KEEPERS[A]]
+    assert buddy_of(A, nodes, {A: "x", C: "y"}) == "y"
+
+
+def test_a_gang_on_one_node_sends_its_copies_to_a_standby_and_never_to_itself() -> None:
+    assert buddy_of(A, [A, A], KEEPERS) == KEEPERS[B]
+    assert buddy_of(A, [A], {A: "x"}) is None
+    assert buddy_of(A, [A], {}) is None
+
+
+def test_the_agents_memory_is_used_and_sealed_and_its_copy_sent_on() -> None:
+    client = Client()
+    buffers = _buffers(client, buddy=lambda: "tcp://b:1")
+    buffers.buffer(8, 1)[:2] = b"ab"
+    assert client.memory[:2] == b"ab"
+    buffers.seal(1, b"meta")
+    assert client.sealed == [(1, b"meta")]
+    until(lambda: client.copied == ["tcp://b:1"])
+
+
+def test_without_an_agent_a_step_is_copied_all_the_same_and_the_trouble_is_told_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    client = Client()
+    buffers = _buffers(client)
+    client.broken = "nobody is there"
+    for step in (1, 2):
+        buffers.buffer(8, step)[:1] = b"x"
+        buffers.seal(step, b"")
+    assert client.sealed == []
+    assert capfd.readouterr().err.count("nobody is there") == 1
+    client.broken = ""
+    buffers.buffer(8, 3)
+    buffers.seal(3, b"")
+    assert [step for step, _ in client.sealed] == [3]
+
+
+def test_own_memory_takes_turns_so_that_what_is_being_written_is_left_alone() -> None:
+    buffers = _buffers(None, own=2)
+    first, second = buffers.buffer(4, 1), buffers.buffer(4, 2)
+    first[:], second[:] = b"1111", b"2222"
+    assert bytes(first) == b"1111"
+    third = buffers.buffer(4, 3)
+    third[:] = b"3333"
+    assert bytes(first) == b"3333"
+
+
+def test_a_layout_gives_back_what_it_was_filled_with_whatever_its_shapes_and_types() -> None:
+    tensors = {
+        "odd": torch.randn(3, 5),
+        "none": torch.empty(0, 7),
+        "half": torch.randn(9).to(torch.bfloat16),
+        "whole": torch.arange(4),
+        "scalar": torch.tensor(2.5),
+        "turned": torch.randn(4, 3).t(),
+    }
+    layout = Layout(tensors)
+    buffer = memoryview(bytearray(layout.nbytes))
+    layout.fill(buffer, tensors)
+    assert all(torch.equal(held, tensors[name]) for name, held in layout.views(buffer).items())
+    others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    layout.load(buffer.toreadonly(), others)
+    assert all(torch.equal(others[name], tensor) for name, tensor in tensors.items())
+
+
+def test_what_is_written_of_a_buffer_is_each_tensors_own_part() -> None:
+    """torch.save writes the whole storage of a view."""
+    layout = Layout({"a": torch.ones(1000), "b": torch.ones(10)})
+    views = layout.views(memoryview(bytearray(layout.nbytes)))
+    assert {name: view.untyped_storage().nbytes() for name, view in views.items()} == {"a": 4000, "b": 40}

@@ -1,0 +1,111 @@
+"""How members of a gang meet, without any process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from rrl.roles.link import Stopping
+from rrl.roles.trainer import gang as gang_module
+from rrl.roles.trainer.gang import Gang, lost_another
+from rrl.spec.words import Life, ReplicaId
+from rrl.transport.messages import Peer, Peers
+
+pytestmark = pytest.mark.torch
+
+FIRST = Life(ReplicaId("trainer/0"), 3)
+SECOND = Life(ReplicaId("trainer/0.1"), 3)
+_LISTENS = "0A"
+"""of a socket, in /proc/net/tcp (proc(5))"""
+
+
+class Member(SimpleNamespace):
+    """Who waits for word of the others; ``says`` come one after another."""
+
+    def __init__(self, *says: Peers) -> None:
+        super().__init__(host="127.0.0.1", world=2, launch=SimpleNamespace(life=SECOND))
+        self.says = says
+        self.asked = 0
+        self.announced = ""
+        self.stopping = SimpleNamespace(is_set=lambda: True)
+
+    def on_peers(self, callback: Any) -> None:
+        for peers in self.says:
+            callback(peers)
+
+    def announce(self, listens: str) -> None:
+        self.announced = listens
+
+
+def _told(*peers: Peer) -> Peers:
+    return Peers(1, 1, {peer.life.replica: peer for peer in peers})
+
+
+def _older(life: Life) -> Life:
+    return Life(life.replica, life.incarnation - 1)
+
+
+def _place(*says: Peers) -> str:
+    me: Any = Member(*says)
+    return gang_module._once_all_have_joined(me, FIRST)
+
+
+def test_a_member_goes_where_the_first_of_its_own_incarnation_listens() -> None:
+    here, second = Peer(FIRST, "tcp://h:1", joined=True), Peer(SECOND, joined=True)
+    assert _place(_told(here, second)) == "tcp://h:1"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param(_told(Peer(_older(FIRST), "tcp://h:1", True), Peer(SECOND, joined=True)), id="the gang before"),
+        pytest.param(_told(Peer(FIRST, None, True), Peer(SECOND, joined=True)), id="no place yet"),
+        pytest.param(_told(Peer(FIRST, "tcp://h:1", True), Peer(SECOND)), id="a member has not joined"),
+        pytest.param(_told(Peer(FIRST, "tcp://h:1", True), Peer(_older(SECOND), None, True)), id="a member of before"),
+        pytest.param(_told(Peer(FIRST, "tcp://h:1", True)), id="a member is missing"),
+    ],
+)
+def test_until_all_have_joined_a_member_waits_and_leaves_when_it_is_asked_to(told: Peers) -> None:
+    with pytest.raises(Stopping):
+        _place(told)
+
+
+def test_the_store_listens_at_the_runs_address_alone() -> None:
+    me: Any = Member()
+    store = gang_module._open_store(me)
+    host, _, port = me.announced.removeprefix("tcp://").partition(":")
+    assert host == "127.0.0.1"
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[3] == _LISTENS and line.split()[1].endswith(f":{int(port):04X}")
+    ]
+    assert listening == [f"0100007F:{int(port):04X}"]
+    assert isinstance(gang_module._connected(me.announced), TCPStore)
+    del store
+
+
+def test_no_two_gangs_of_any_run_meet_under_the_same_keys() -> None:
+    names = [gang_module._unguessable(secret, life) for secret in (b"a", b"b") for life in (FIRST, _older(FIRST))]
+    assert len(set(names)) == 4
+
+
+def test_the_loss_of_a_member_is_told_from_an_error_of_ones_own() -> None:
+    assert lost_another(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"))
+    assert not lost_another(RuntimeError("The total norm of order 2.0 for gradients is non-finite"))
+    assert not lost_another(OSError("Connection reset by peer"))
+
+
+def test_alone_a_trainer_needs_nobody() -> None:
+    gang = Gang()
+    assert (gang.rank, gang.world, gang.sum([1.5]), gang.gather("x")) == (0, 1, [1.5], ["x"])
+    assert list(gang.together([1, 2])) == [1, 2]
+    model = torch.nn.Linear(2, 2)
+    assert gang.shard(model) is model
+    assert not torch.distributed.is_initialized()

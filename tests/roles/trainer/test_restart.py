@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from rrl.roles.snapshots.shape import Damaged, Kept, SnapshotError
+from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.restart import Commit, Found, check_same, find, usable
+from rrl.roles.trainer.saver import Note
+from rrl.spec.words import NodeName, ReplicaId
+from rrl.transport.messages import Peers
+
+pytestmark = pytest.mark.torch
+
+GANG = ReplicaId("trainer/0")
+
+
+def commit(number: int, incarnation: int) -> Commit:
+    return Commit(number, {"folder": f"checkpoints/step-{number}.{incarnation}.0", "files": {}})
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        pytest.param({(4, 2), (5, 2), (3, 2)}, [(5, 2), (4, 2)], id="the next step before the committed one"),
+        pytest.param({(6, 2)}, [], id="a step that cannot be committed yet"),
+        pytest.param({(4, 1), (4, 3)}, [], id="the committed step of another life than committed it"),
+        pytest.param({(5, 1)}, [], id="made before what is committed was made"),
+        pytest.param({(5, 2), (5, 3)}, [(5, 3), (5, 2)], id="the later life first"),
+    ],
+)
+def test_a_snapshot_must_follow_from_what_is_committed(
+    names: set[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    assert usable(names, commit(4, 2)) == expected
+
+
+def test_before_the_first_commit_only_the_first_step_will_do() -> None:
+    assert usable({(1, 1), (2, 1)}, Commit(0, None)) == [(1, 1)]
+
+
+class Client:
+    """What agents keep, by address; None is the own node's. ``spoiled`` is damaged there."""
+
+    def __init__(self, kept: dict[str | None, list[Kept]], spoiled: tuple[str | None, ...] = ()) -> None:
+        self._kept, self._spoiled = kept, spoiled
+        self.asked: list[str | None] = []
+
+    def available(self, address: str | None = None) -> list[Kept]:
+        if address not in self._kept:
+            raise SnapshotError("nobody is there")
+        return self._kept[address]
+
+    def read(self, kept: Kept) -> tuple[bytes, memoryview]:
+        return self.fetch(None, kept)
+
+    def fetch(self, address: str | None, kept: Kept) -> tuple[bytes, memoryview]:
+        self.asked.append(address)
+        if address in self._spoiled:
+            raise Damaged("its bytes are others")
+        note = Note(kept.step, 1, "layout", b"", "digest", {})
+        return msgspec.msgpack.encode(note), memoryview(str(address).encode())
+
+
+def kept(step: int, incarnation: int = 1, rank: int = 0) -> Kept:
+    return Kept(GANG, rank, step, incarnation, 4, b"", own=True)
+
+
+def look(client: Client | None, committed: Commit) -> Found:
+    keepers = {NodeName("here"): "tcp://here:1", NodeName("b"): "tcp://b:1", NodeName("c"): "tcp://c:1"}
+    me: Any = SimpleNamespace(
+        committed=committed.number or None, committed_manifest=committed.manifest, node=NodeName("here"),
+        peers=Peers(1, 1, {}, keepers=keepers),
+    )  # fmt: skip
+    return find(me, Gang(), client)  # type: ignore[arg-type]
+
+
+def test_the_own_nodes_snapshot_is_taken_before_a_copy() -> None:
+    client = Client({None: [kept(5)], "tcp://b:1": [kept(5)], "tcp://c:1": []})
+    found = look(client, commit(4, 1))
+    assert found.note is not None
+    assert found.uncommitted is found.note
+    assert (found.note.number, bytes(found.data)) == (5, b"None")
+    assert client.asked == [None]
+
+
+def test_a_damaged_snapshot_is_had_from_another_node_and_an_older_one_where_there_is_none() -> None:
+    shelves: dict[str | None, list[Kept]] = {None: [kept(5), kept(4)], "tcp://b:1": [], "tcp://c:1": [kept(5)]}
+    assert bytes(look(Client(shelves, spoiled=(None,)), commit(4, 1)).data) == b"tcp://c:1"
+    client = Client({None: [kept(5)], "tcp://b:1": [kept(4)]}, spoiled=(None,))
+    found = look(client, commit(4, 1))
+    assert found.note is not None
+    assert (found.note.number, bytes(found.data), found.uncommitted) == (4, b"tcp://b:1", None)
+
+
+def test_a_snapshot_of_another_rank_is_nobody_elses() -> None:
+    assert look(Client({None: [kept(5, rank=1)]}), commit(4, 1)).note is None
+
+
+@pytest.mark.parametrize("client", [None, Client({}), Client({None: [kept(9)]})])
+def test_without_a_usable_snapshot_the_commit_does(client: Client | None) -> None:
+    found = look(client, commit(4, 1))
+    assert found.note is None
+    assert not found.fresh
+    assert str(found) == "the commit of step 4"
+    assert look(client, Commit(0, None)).fresh
+
+
+def test_members_that_stand_at_different_states_are_told_apart_by_rank() -> None:
+    check_same([(4, "snapshot of batch x")] * 3)
+    with pytest.raises(RuntimeError, match="do not stand at the same state: rank 0: step 4, a; rank 1: step 5, a"):
+        check_same([(4, "a"), (5, "a")])
+    with pytest.raises(RuntimeError, match="rank 1: step 4, b"):
+        check_same([(4, "a"), (4, "b")])

@@ -1,0 +1,155 @@
+"""The saving thread against a worker that commits when the test lets it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rrl.roles.checkpoint_files import Digest, describe, fresh_folder
+from rrl.roles.link import Stopping
+from rrl.roles.trainer import saver as saver_module
+from rrl.roles.trainer.buffers import HostBuffers
+from rrl.roles.trainer.checkpoint import Checkpoints
+from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.learner import Learner
+from rrl.roles.trainer.saver import Saver
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.lab.first import PATIENCE, until
+from rrl.tests.roles.trainer import harness
+
+pytestmark = pytest.mark.torch
+
+
+class Worker(SimpleNamespace):
+    """Commits once ``may_commit``; ``raises`` instead, if it is set."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        super().__init__(run_dir=run_dir, launch=SimpleNamespace(life=Life(ReplicaId("trainer/0"), 1)), world=1)
+        self.stopping = threading.Event()
+        self.may_commit = threading.Event()
+        self.commits: list[tuple[int, set[str]]] = []
+        self.raises: BaseException | None = None
+
+    def checkpoint_dir(self, number: int) -> Path:
+        return fresh_folder(self.run_dir.checkpoints, number, 1)
+
+    def commit(self, number: int, files: Sequence[Path], metrics: Any, digests: dict[str, Digest]) -> None:
+        assert self.may_commit.wait(PATIENCE)
+        if self.raises is not None:
+            raise self.raises
+        self.commits.append((number, set(digests)))
+
+
+class Scene:
+    def __init__(self, path: Path, most: int) -> None:
+        run = RunDir(path / "run")
+        run.create()
+        self.me = Worker(run)
+        self.student: Learner = harness.learner()
+        self.failed: list[BaseException] = []
+        checkpoints = Checkpoints(run, 1, keep=2)
+        buffers = HostBuffers(own=most)
+        me: Any = self.me
+        self.saver = Saver(me, Gang(), self.student, checkpoints, buffers, most, fail=self.failed.append)
+
+    def save(self, number: int) -> None:
+        self.student.number = number
+        self.saver.save(f"binding {number}", {})
+
+    def saving(self, number: int) -> threading.Thread:
+        """In a thread of its own."""
+        thread = threading.Thread(target=self.save, args=(number,), daemon=True)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    made = Scene(tmp_path, getattr(request, "param", 1))
+    yield made
+    made.me.may_commit.set()
+
+
+@pytest.mark.parametrize("scene", [1, 2], indirect=True, ids=str)
+def test_a_step_is_saved_beside_the_next_ones_until_as_many_are_uncommitted_as_may_be(
+    scene: Scene, request: pytest.FixtureRequest
+) -> None:
+    most = request.node.callspec.params["scene"]
+    for number in range(1, most + 1):
+        scene.save(number)
+    waiting = scene.saving(most + 1)
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert scene.me.commits == []
+    scene.me.may_commit.set()
+    waiting.join(PATIENCE)
+    scene.saver.finish()
+    assert [number for number, _ in scene.me.commits] == list(range(1, most + 2))
+    assert all({".metadata", "about.json", "rank-0.msgpack"} < files for _, files in scene.me.commits)
+
+
+def test_what_is_committed_is_the_state_of_the_call_not_of_a_later_step(scene: Scene) -> None:
+    before = harness.saved(scene.student)
+    scene.save(1)
+    for tensor in scene.student.tensors().values():
+        tensor.data.zero_()
+    scene.me.may_commit.set()
+    scene.saver.finish()
+    (folder,) = scene.me.run_dir.checkpoints.iterdir()
+    files = [path for path in folder.iterdir() if path.name in scene.me.commits[0][1]]
+    other = harness.learner(seed=5)
+    Checkpoints(scene.me.run_dir, 2, keep=2).read(describe(scene.me.run_dir.path, files), other)
+    assert other.number == 1
+    assert all((tensor == before[0][name]).all() for name, tensor in other.tensors().items())
+
+
+def test_an_error_of_the_saving_thread_ends_the_process_and_is_told_to_whoever_saves_next(scene: Scene) -> None:
+    scene.me.raises = RuntimeError("refused for good")
+    scene.me.may_commit.set()
+    scene.save(1)
+    with pytest.raises(RuntimeError, match="refused for good"):
+        scene.saver.finish()
+    until(lambda: scene.failed == [scene.me.raises])
+
+
+def test_to_be_asked_to_leave_is_no_error(scene: Scene) -> None:
+    scene.me.raises = Stopping()
+    scene.me.may_commit.set()
+    scene.save(1)
+    with pytest.raises(Stopping):
+        scene.saver.finish()
+    assert scene.failed == []
+
+
+def test_a_full_disk_is_waited_out_and_any_other_trouble_is_not(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saver_module, "_ROOM_AGAIN", 0.01)
+    troubles = [errno.ENOSPC, errno.ENOSPC]
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if troubles:
+            number = troubles.pop()
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    scene.me.may_commit.set()
+    scene.save(1)
+    scene.save(2)
+    assert capfd.readouterr().err.count("No space left on device; trying again") == 2
+    until(lambda: len(scene.me.commits) == 2)
+    troubles.append(errno.EIO)
+    scene.save(3)
+    with pytest.raises(OSError, match="Input/output error"):
+        scene.saver.finish()
+    assert [number for number, _ in scene.me.commits] == [1, 2]

@@ -1,0 +1,134 @@
+"""The store dies at any call that it makes of its disk, by a kill or with the power: what was acknowledged is there,
+the same words get the same answers, and nothing is trained twice. Or that call fails: nothing of it was acknowledged.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rrl.roles.trajectories.log import read_frames
+from rrl.roles.trajectories.records import Record, decode
+from rrl.tests.lab.fake_disk import FakeDisk, Image
+from rrl.tests.roles.trajectories.crew import open_store
+from rrl.tests.roles.trajectories.script import Script, check
+
+COMPACTS = 900
+"""bytes of log from which it is compacted: several times within the script"""
+STEPS = 8
+"""the script has two less; what is left of any crash is brought to so many"""
+
+
+def _scripted(folder: Path, disk: FakeDisk) -> Script:
+    """The script as far as it comes. Raises OSError where the disk fails."""
+
+    def noted(promise: int) -> None:
+        disk.note = promise
+
+    script = Script(folder, noted, compact_from=COMPACTS)
+    try:
+        script.run(STEPS - 2)
+        disk.watch = False
+    finally:
+        script.store.close()
+    return script
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, FakeDisk]:
+    """The whole script on a disk that does not fail, and every moment of it."""
+    folder = tmp_path_factory.mktemp("store")
+    with pytest.MonkeyPatch.context() as patch:
+        disk = FakeDisk(folder, patch)
+        script = _scripted(folder, disk)
+    return script, disk
+
+
+Lived = tuple[Script, FakeDisk]
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power cut would leave is reckoned, not tried: nothing has to reach the real disk."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: None)
+
+
+def _laid_out(folder: Path, image: Image) -> Path:
+    folder.mkdir()
+    for name, data in image.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_the_script_meets_every_kind_of_record_and_of_call(lived: Lived) -> None:
+    kinds: set[type[Record]] = set()
+    for data in {image for moment in lived[1].moments for image in moment.now.values() if image}:
+        path = lived[0].folder / "some"
+        path.write_bytes(data)
+        kinds |= {type(decode(payload)) for payload in read_frames(path)}
+        path.unlink()
+    assert kinds == set(get_args(Record))
+    assert {call.split()[0] for call in lived[1].calls} == {"open", "write", "fdatasync", "fsync", "replace"}
+    assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, "it was opened, and compacted twice"
+
+
+def _crash_everywhere(lived: Lived, tmp_path: Path, cuts: Callable[[int, int], Iterable[int]]) -> int:
+    """How many different folders a crash could leave; every one of them is opened and gone on with."""
+    script, disk = lived
+    seen: set[bytes] = set()
+    for moment in disk.moments:
+        for image in moment.images(cuts):
+            mark = hashlib.sha256(repr((sorted(image.items()), moment.note)).encode()).digest()
+            if mark in seen:
+                continue
+            seen.add(mark)
+            again = script.said[max(0, moment.note - 1) : moment.note + 1]
+            try:
+                check(_laid_out(tmp_path / str(len(seen)), image), script.promised[moment.note], STEPS, again)
+            except BaseException as error:
+                error.add_note(f"{moment.number}: {moment.call}; {({name: len(data) for name, data in image.items()})}")
+                raise
+    return len(seen)
+
+
+def test_dead_at_any_call_it_keeps_what_it_promised_and_the_same_words_are_right_again(
+    lived: Lived, tmp_path: Path
+) -> None:
+    assert _crash_everywhere(lived, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 200
+
+
+@pytest.mark.soak
+def test_torn_at_every_byte_of_every_write_it_keeps_what_it_promised(lived: Lived, tmp_path: Path) -> None:
+    assert _crash_everywhere(lived, tmp_path, range) > 2000
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Lived, tmp_path: Path, error: int) -> None:
+    whole, disk = lived
+    for number in range(len(disk.calls)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        promised = 0
+        with pytest.MonkeyPatch.context() as patch:
+            failing = FakeDisk(folder, patch)
+            failing.watch, failing.fail_at, failing.error = False, number, error
+            with pytest.raises(OSError, match=f"Errno {error}"):
+                _scripted(folder, failing)
+            promised = failing.note
+            while_full = failing
+            while_full.full = True
+            with pytest.raises(OSError, match=f"Errno {error}"):
+                open_store(folder)  # started again while there is no room yet
+        again = whole.said[max(0, promised - 1) : promised + 1]
+        try:
+            check(folder, whole.promised[promised], STEPS, again)
+        except BaseException as wrong:
+            wrong.add_note(f"{number}: {disk.calls[number]}")
+            raise

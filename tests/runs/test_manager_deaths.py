@@ -1,0 +1,302 @@
+"""Deaths of the manager on a real Slurm: whoever dies, however often, no role notices, and nothing is doubled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Launch, Request
+from rrl.manager.lease import holder
+from rrl.manager.state import State
+from rrl.spec.launch import read_exit
+from rrl.spec.processes import look
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.runs import (
+    DEADLINE,
+    RRL,
+    Lives,
+    TestRun,
+    all_work,
+    check_sound,
+    light_job,
+    lives,
+    others,
+    processes_of,
+    submit_on,
+    write_job,
+)  # fmt: skip
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(900)]
+VICTIM = ReplicaId("rollout/1")
+KILLS = 12
+LONG = 100_000
+"""steps; such a run is cancelled when the test has seen enough"""
+
+
+@pytest.fixture(autouse=True)
+def _idle(slurm_lab: SlurmLab) -> Iterator[None]:
+    """A test that fails leaves nothing to the next."""
+    yield
+    slurm_lab.clear(60.0)
+
+
+def _until(what: Callable[[], bool], told: str, within: float = DEADLINE) -> None:
+    until = time.monotonic() + within
+    while not what():
+        assert time.monotonic() < until, told
+        time.sleep(0.02)
+
+
+def _cancelled_well(run: TestRun, lab: SlurmLab) -> None:
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(DEADLINE) == 0
+    assert run.wait_end().outcome == "cancelled"
+    _left_nothing(run, lab)
+
+
+def _left_nothing(run: TestRun, lab: SlurmLab) -> None:
+    run.wait_gone(60.0)
+    check_sound(run.run)
+    _until(lambda: lab.jobs() == [], "jobs are left")
+    assert lab.slurm("squeue", "-h", "-s").split() == []
+
+
+def _launched_once(run: TestRun, requests: int = 1) -> None:
+    """No tag was launched twice, and nodes were asked for so often."""
+    intended = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
+    tags = [action.tag for action in intended if isinstance(action, Launch)]
+    assert len(tags) == len(set(tags))
+    assert sum(isinstance(action, Request) for action in intended) == requests
+
+
+def _nobody_noticed(before: Lives, run: TestRun) -> None:
+    kept, now = others(before, lives(run.state()), [])
+    assert now == kept, "the roles noticed"
+
+
+def _manager(run: TestRun) -> int:
+    """The pid of the manager of now, which has begun."""
+    run.wait(lambda state: (held := holder(run.run)) is not None and _epoch(run.run) == state.epoch and held.pid > 0)
+    held = holder(run.run)
+    assert held is not None
+    return held.pid
+
+
+def _has(records: int, state: State) -> bool:
+    return state.seq >= records
+
+
+def _is_after(epoch: int, state: State) -> bool:
+    return state.epoch > epoch
+
+
+def _epoch(run: RunDir) -> int:
+    return max(int(path.name) for path in run.epochs.iterdir() if path.name.isdigit())
+
+
+@contextlib.contextmanager
+def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _free_of_successors(lab: SlurmLab, run: TestRun) -> None:
+    """None of Slurm's queue: whoever manages next is started by hand."""
+    lab.run_as_user(["scancel", "--state=PENDING", f"--name={run.run.id}.manager"])
+
+
+def test_managers_that_are_killed_over_random_records_of_one_run_are_never_noticed(slurm_lab: SlurmLab) -> None:
+    """A dozen in a row, each killed so many records after it began: some before they have done anything, others in the
+    middle of their work. Every third one is killed by the cancellation of its own job, as long as it has one."""
+    chance = random.Random(4)
+    run = submit_on(slurm_lab, "deaths", light_job("slurm", LONG, spares=0))
+    before = lives(run.wait_steps(2))
+    managers: list[subprocess.Popen[str]] = []
+    with _ended(managers):
+        for kill in range(KILLS):
+            pid, epoch, begun = _manager(run), run.state().epoch, run.state().seq
+            after = chance.choice([0, 1, 2, 5, 20, 60])
+            run.wait(partial(_has, begun + after))
+            if kill == 1:  # that of the queue: the first one's successor
+                jobs = (line.split() for line in slurm_lab.jobs())
+                own = [id for id, name, state in jobs if name == f"{run.run.id}.manager" and state == "RUNNING"]
+                slurm_lab.run_as_user(["scancel", *own])
+            else:
+                os.kill(pid, signal.SIGKILL)
+            if kill >= 1:
+                _free_of_successors(slurm_lab, run)
+                managers.append(run.call("manage", run.run.id, stdout=subprocess.DEVNULL))
+            run.wait(partial(_is_after, epoch))
+        step = run.state().step
+        run.wait(lambda s: s.step > step + 3 and all_work(s))
+        assert run.state().epoch == KILLS + 1
+        _nobody_noticed(before, run)
+        _launched_once(run)
+        _cancelled_well(run, slurm_lab)
+    assert run.summary()["recoveries"] == []
+
+
+def test_the_node_of_the_manager_is_lost_and_the_waiting_one_goes_on_elsewhere(slurm_lab: SlurmLab) -> None:
+    apart = '[slurm]\nexclude = "n4,n5"\n[manager]\nslurm = { exclude = "n1,n2,n3" }\n'
+    run = submit_on(slurm_lab, "node", light_job("slurm", LONG, rollouts=1, spares=0, extra=apart))
+    before = lives(run.wait_steps(2))
+    jobs = slurm_lab.slurm("squeue", "-h", "-t", "R", "-n", f"{run.run.id}.manager", "-o", "%N").split()
+    assert jobs in (["n4"], ["n5"])
+    slurm_lab.crash(jobs[0])
+    try:
+        step = run.state().step
+        run.wait(lambda s: s.epoch == 2 and s.step > step + 3)
+        _nobody_noticed(before, run)
+        _launched_once(run)
+        _cancelled_well(run, slurm_lab)
+    finally:
+        slurm_lab.up(jobs[0])
+        slurm_lab.clear()
+
+
+@pytest.mark.parametrize("first", ["srun", "manager"])
+def test_a_manager_that_thaws_after_it_was_succeeded_does_nothing_and_leaves(slurm_lab: SlurmLab, first: str) -> None:
+    """With it thaws an srun that it had started. If that comes first, what it launches is not wanted any more, and
+    leaves; if the manager does, it ends its srun as it leaves."""
+    run = submit_on(slurm_lab, f"thaw-{first}", light_job("slurm", LONG, spares=0))
+    before = lives(run.wait_steps(2))
+    frozen, pid = _manager(run), before[VICTIM][1]
+    assert pid is not None
+    run.hold_in_the_middle(1)
+    tag = f"{run.run.id}.rollout-1.2"
+    with slurm_lab.deaf_controller():  # so that the srun has certainly not launched anything when it is stopped
+        os.killpg(os.getpgid(pid), signal.SIGKILL)
+        sruns = _stopped_at_birth(run.run, tag)
+        os.kill(frozen, signal.SIGSTOP)
+    managers = [run.call("manage", run.run.id, stdout=subprocess.DEVNULL)]
+    with _ended(managers):
+        run.let_go(1)
+        state = run.wait(lambda s: s.epoch == 2 and s.replica(VICTIM).incarnation == 3 and all_work(s))
+        seq = state.seq
+        if first == "srun":
+            for srun in sruns:
+                os.kill(srun, signal.SIGCONT)
+            _until(lambda: _ended_unwanted(run.run, tag), "what the thawed srun launched stays, or never came")
+        os.kill(frozen, signal.SIGCONT)
+        _until(lambda: look(frozen) is None, "the thawed manager stays")
+        _until(lambda: all(look(srun) is None for srun in sruns), "its srun stays")
+        assert first == "srun" or not run.run.exit_file(tag).exists()
+        run.wait(lambda s: s.step > state.step + 5 and all_work(s))
+        assert run.state().epoch == 2
+        kept, now = others(lives(state), lives(run.state()), [])
+        assert now == kept, "the roles noticed"
+        assert [s.epoch for s in run.events() if s.seq > seq] == [2] * (run.state().seq - seq)
+        _launched_once(run)
+        _cancelled_well(run, slurm_lab)
+
+
+def _stopped_at_birth(run: RunDir, tag: str) -> list[int]:
+    """The sruns of this tag, stopped as soon as they are seen."""
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        mark = f"--job-name={tag} "
+        found = [pid for pid, command in processes_of(run) if command.startswith("srun ") and mark in command]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        if found:
+            return found
+    raise AssertionError(f"no srun of {tag} was seen")
+
+
+def _ended_unwanted(run: RunDir, tag: str) -> bool:
+    record = read_exit(run.exit_file(tag))
+    return record is not None and (record.why or "").startswith("unwanted")
+
+
+def test_of_two_managers_that_are_started_at_once_one_leaves_with_one_line(slurm_lab: SlurmLab) -> None:
+    run = submit_on(slurm_lab, "two", light_job("slurm", LONG, spares=0))
+    before = lives(run.wait_steps(2))
+    pid = _manager(run)
+    _free_of_successors(slurm_lab, run)
+    os.kill(pid, signal.SIGKILL)
+    two = [run.call("manage", run.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    with _ended(two):
+        _until(lambda: any(one.poll() is not None for one in two), "both stay")
+        gone = next(one for one in two if one.poll() is not None)
+        assert gone.returncode == 1
+        assert gone.stderr is not None
+        (said,) = [line for line in gone.stderr.read().splitlines() if line]
+        assert f"manager of {run.run.id}" in said
+        step = run.state().step
+        run.wait(lambda s: s.step > step + 3)
+        _nobody_noticed(before, run)
+        _launched_once(run)
+        _cancelled_well(run, slurm_lab)
+
+
+def _group_of(leader: int) -> list[int]:
+    """Everything of a session, all of which a login node that dies takes along."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == os.getsid(leader):
+                found.append(int(entry.name))
+    return found if os.getsid(leader) != os.getsid(0) else [leader]
+
+
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "a folder is begun": lambda runs: runs.is_dir() and any(runs.iterdir()),
+    "the run is there": lambda runs: any(runs.glob("[!.]*/view.json")),
+    "sbatch is about to be called": lambda runs: any(runs.glob("[!.]*/submit/*.sh")),
+    "it is submitted": lambda runs: any(runs.glob("[!.]*/submit/*_submission.sh")),
+}  # fmt: skip
+"""At which rrl submit dies, with all that it has started."""
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_login_node_that_dies_over_rrl_submit_leaves_a_sound_run_or_none(slurm_lab: SlurmLab, moment: str) -> None:
+    folder = slurm_lab.home / f"login-{moment.replace(' ', '-')}"
+    slurm_lab.call_as_user(folder.mkdir)
+    runs = folder / "runs"
+    job = write_job(folder, light_job("slurm", 5, spares=0))
+
+    def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
+        return slurm_lab.popen_as_user([RRL, *argv], env={RUNS_ENV: str(runs)}, cwd=folder, **popen)
+
+    submit = call("submit", str(job), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _until(lambda: MOMENTS[moment](runs) or submit.poll() is not None, f"never: {moment}")
+    for pid in _group_of(submit.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    submit.wait()
+    with call("list", "--json", stdout=subprocess.PIPE) as listing:
+        assert listing.stdout is not None
+        listed = listing.stdout.read()
+    made = [RunDir(path) for path in runs.iterdir() if not path.name.startswith(".")] if runs.exists() else []
+    assert listed.count('"run_dir"') == len(made) <= 1
+    if made:
+        run = TestRun(made[0], call)
+        if not any(f"{run.run.id}.manager" in line for line in slurm_lab.jobs()) and not list(run.run.epochs.iterdir()):
+            managed = call("manage", run.run.id, stdout=subprocess.DEVNULL)  # as rrl status says
+        else:
+            managed = None
+        state = run.wait_end()
+        assert (state.outcome, state.step) == ("completed", 5), state.why
+        if managed is not None:
+            assert managed.wait(60) == 0
+        _left_nothing(run, slurm_lab)
+    else:
+        _until(lambda: slurm_lab.jobs() == [], "jobs of no run")

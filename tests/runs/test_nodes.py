@@ -1,0 +1,103 @@
+"""Nodes that a run leaves, on a real Slurm: moved away from, drained where we may, given back, and used again."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Drain, Exclude, Readmit, Shrink, Undrain
+from rrl.spec.words import NodeName, ReplicaId
+from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = [pytest.mark.soak, pytest.mark.slurm]
+
+R0, R1 = ReplicaId("rollout/0"), ReplicaId("rollout/1")
+
+
+def said(run: TestRun, *words: str) -> str:
+    process = run.call(words[0], run.run.id, *words[1:], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, f"{err}\n{run._account()}"
+    return str(out)
+
+
+def shown(lab: SlurmLab, node: str) -> str:
+    text = lab.slurm("scontrol", "show", "node", "-o", node)
+    return text.partition(" State=")[2].split()[0] + ": " + text.partition(" Reason=")[2].partition(" [")[0].strip()
+
+
+def deeds(run: TestRun) -> list[str]:
+    """About single nodes."""
+    kinds = (Exclude, Readmit, Drain, Undrain, Shrink)
+    told = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended | ev.Decided)]
+    return [action.tag for action in told if isinstance(action, kinds)]
+
+
+def home(run: TestRun, replica: ReplicaId) -> NodeName:
+    node = run.state().replica(replica).node
+    assert node is not None
+    return node
+
+
+def end(run: TestRun) -> None:
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(90) == 0
+    run.wait_end()
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def test_a_plain_user_has_a_run_leave_a_node_which_goes_back_while_the_others_work_on(slurm_lab: SlurmLab) -> None:
+    run = submit_on(slurm_lab, "leave", light_job("slurm", 100_000, spares=1))
+    before = lives(run.wait_steps(3))
+    node = home(run, R0)
+    out = said(run, "drain", node, "--reason", "fan is loud")
+    try:
+        if slurm_lab.user == "root":
+            return
+        assert out.startswith(f"{node} is used no more by this run; its drain is asked for in summary.json"), out
+        state = run.wait(lambda s: all_work(s) and s.nodes[node].allocation == "")
+        assert home(run, R0) != node
+        assert state.replica(R0).failures == ()
+        kept, now = others(before, lives(state), [R0, ReplicaId(f"agent/{node}")])
+        assert now == kept, "somebody else was touched"
+        assert deeds(run) == [f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}"]
+        slurm_lab.wait_states({node: "idle"})
+        run.wait_steps(state.step + 3)
+    finally:
+        end(run)
+        slurm_lab.clear()
+    (request,) = run.summary()["drain_requests"]
+    assert (request["node"], request["asked"]) == (node, f"{slurm_lab.user}: fan is loud")
+    assert "we may not drain nodes here" in request["said"]
+
+
+def test_an_administrators_run_drains_a_lost_node_takes_that_back_and_leaves_other_drains_alone() -> None:
+    recovery = '[recovery]\nbackoff = "100ms"\nexclusion = "15s"\nbreaker = 1.0\n'
+    with SlurmLab.start(nodes=6, accounting=True) as lab:
+        lab.slurm("sacctmgr", "-i", "modify", "user", lab.user, "set", "adminlevel=Administrator")
+        run = submit_on(lab, "admin", light_job("slurm", 100_000, spares=1, extra=recovery))
+        run.wait_steps(2)
+        node = home(run, R0)
+        ours = f"rrl:{run.run.id}:node: node_lost: manager: agent agent/{node} 1 is silent"[:60]
+        lab.crash(node)
+        run.wait(lambda s: s.nodes[node].drained)
+        assert shown(lab, node).partition(": ")[2].startswith(ours.partition(" agent/")[0])
+        run.wait(lambda s: all_work(s) and s.nodes[node].allocation == "")
+        lab.up(node)
+        run.wait(lambda s: s.nodes[node].excluded is None and not s.nodes[node].drained)
+        lab.wait_states({node: "idle"})
+        other = home(run, R1)
+        lab.slurm("scontrol", "update", f"NodeName={other}", "State=DRAIN", "Reason=bad fan")
+        out = said(run, "drain", other)
+        assert "bad fan" in out, out
+        run.wait(all_work)
+        assert home(run, R1) != other
+        assert deeds(run)[:5] == [
+            f"{node}!exclude", f"{node}!drain", f"{run.run.id}.pool!shrink:{node}", f"{node}!readmit", f"{node}!undrain"
+        ]  # fmt: skip
+        end(run)
+        assert "bad fan" in shown(lab, other)

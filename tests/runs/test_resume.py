@@ -1,0 +1,76 @@
+"""Runs that have ended go on from their last committed step, under the same id; single replicas are restarted."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from rrl.manager import events as ev
+from rrl.spec.words import Outcome, ReplicaId
+from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
+
+ROLLOUT = ReplicaId("rollout/1")
+
+
+def _told(run: TestRun, *argv: str) -> tuple[int, str, str]:
+    process = run.call(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=180)
+    return process.returncode, out, err
+
+
+def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 14))
+    run.wait_steps(4)
+    assert _told(run, "cancel", run.run.id)[0] == 0
+    ended = run.wait_end()
+    run.wait_gone()
+    assert (ended.outcome, ended.step < 14) == (Outcome.CANCELLED, True)
+    before = {id: one.incarnation for id, one in ended.replicas.items()}
+
+    told = f"watch it with: rrl status {run.run.id} --live\n"
+    assert _told(run, "resume", run.run.id) == (0, f"{run.run.id}\n", told)
+    run.wait_resumed()
+    state = run.wait_end()
+    assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 14, ended.run), state.why
+    assert all(state.replica(id).incarnation > before[id] for id in before if not id.startswith(("agent", "shadow")))
+    run.wait_gone()
+    check_sound(run.run)
+    committed = [stamped.event.step for stamped in run.events() if isinstance(stamped.event, ev.StepCommitted)]
+    assert sorted(set(committed)) == list(range(1, 15))
+    summary = run.summary()
+    assert (summary["outcome"], summary["steps"]) == ("completed", 14)
+
+    code, _, error = _told(run, "resume", run.run.id)
+    assert (code, error) == (
+        2, f"rrl: {run.run.id} is complete: its 14 steps are committed; to go on: --steps with more\n"
+    )  # fmt: skip
+    assert _told(run, "resume", run.run.id, "--steps", "18", "--wait")[0] == 0
+    state = run.wait_end()
+    assert (state.outcome, state.step, state.job.steps) == (Outcome.COMPLETED, 18, 18)
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 1000))
+    run.wait_steps(1)
+    code, _, error = _told(run, "resume", run.run.id)
+    assert (code, error) == (2, f"rrl: {run.run.id} has not ended; see: rrl status {run.run.id}\n")
+
+    before = lives(run.state())
+    code, out, error = _told(run, "restart", run.run.id, "rollout/1")
+    assert (code, out) == (0, f"rollout/1#2 works on {before[ROLLOUT][2]}\n"), error
+    run.wait_back_alone(before, ROLLOUT)
+    state = run.state()
+    assert (state.replica(ROLLOUT).failures, state.restarts) == ((), {})
+    assert _told(run, "restart", run.run.id, "rollout/7")[0] == 2
+
+    assert _told(run, "cancel", run.run.id)[0] == 0
+    other = tmp_path / "other.toml"
+    other.write_text(light_job("local", 1000).replace("0123456789", "01234567"))
+    code, _, error = _told(run, "resume", run.run.id, "--job", str(other))
+    assert (code, error) == (2, f"rrl: {other}: model is not that of {run.run.id}; to change it start a new run\n")
+    assert msgspec.json.decode(run.run.summary.read_bytes())["outcome"] == "cancelled"
+    run.wait_gone()

@@ -1,0 +1,188 @@
+"""What Slurm takes back from a run that goes on: preempted, suspended, cancelled jobs, and those out of walltime.
+
+On a real Slurm, as a plain user; an administrator's deeds are the lab's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence, Request
+from rrl.manager.cluster import AllocationState
+from rrl.manager.state import State, Status, workers
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.lab.slurm import SlurmLab
+
+VICTIM = ReplicaId("rollout/1")
+TRAINER = ReplicaId("trainer/0")
+
+
+@pytest.fixture
+def lab(preempting_lab: SlurmLab) -> Iterator[SlurmLab]:
+    yield preempting_lab
+    preempting_lab.clear()
+
+
+def replicas(steps: int, partition: str, extra: str = "", rollouts: int = 2) -> str:
+    toml = light_job("slurm", steps, rollouts=rollouts, spares=0, extra=extra).replace("spares = 0", 'form = "replica"')
+    return toml.replace("[roles.rollout]\n", f'[roles.rollout]\nslurm = {{ partition = "{partition}" }}\n')
+
+
+def cancel(run: TestRun) -> None:
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(90) == 0
+    assert run.wait_end().outcome == "cancelled"
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def job_of(state: State, replica: ReplicaId) -> str:
+    seen = state.allocations[state.replica(replica).allocation or ""].seen
+    assert seen is not None
+    return seen.job
+
+
+def waits(state: State) -> bool:
+    return state.replica(VICTIM).status is Status.WANTED
+
+
+def preempt(lab: SlurmLab, node: str) -> str:
+    """Somebody with more right to it wants the node; the id of his job."""
+    done = lab.run_as_user(
+        ["sbatch", "--parsable", "-p", "main", "-w", node, "--exclusive", "-o/dev/null", "--wrap=sleep 600"]
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("partition", "times"), [("low", 1), pytest.param("lowest", 3, marks=pytest.mark.soak)], ids=["cancel", "requeue"]
+)
+def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_when_it_gets_a_node(
+    lab: SlurmLab, partition: str, times: int
+) -> None:
+    """However often: one restart that counted would end the run (per_replica = 0)."""
+    toml = replicas(100_000, partition, "[recovery]\nper_replica = 0\n", rollouts=3)  # no node of the lab stays free
+    run = submit_on(lab, f"preempted-{partition}", toml)
+    before = lives(run.wait_steps(3))
+    for life in range(2, 2 + times):
+        node = run.state().replica(VICTIM).node
+        assert node is not None
+        run.hold_in_the_middle(1)
+        began = time.time()
+        wanted = preempt(lab, node)
+        run.wait(waits)
+        fence = next(s for s in reversed(run.events()) if isinstance(s.event, ev.Decided))
+        assert fence.at - began < 6.0, "Slurm's grace: by then it would have been killed"
+        run.let_go(1)
+        lab.wait_job(wanted, "RUNNING None")
+        step = run.state().step
+        run.wait(lambda s, step=step: s.step > step + 3)  # type: ignore[misc]
+        assert waits(run.state())
+        lab.slurm("scancel", wanted)
+        run.wait(lambda s, life=life: s.replica(VICTIM).incarnation == life and all_work(s))  # type: ignore[misc]
+    after = lives(run.state())
+    kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])
+    assert now == kept, "somebody else was touched"
+    assert run.state().replica(VICTIM).failures == ()
+    decided = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
+    fences = [one for one in decided if isinstance(one, Fence) and one.life.replica == VICTIM]
+    assert [fence.charged for fence in fences] == [False] * times
+    cancel(run)
+    assert run.continued(dead=-101.0), "nothing that the preempted rollout began was gone on with"
+
+
+@pytest.mark.soak
+def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nobody_is_fenced(lab: SlurmLab) -> None:
+    run = submit_on(lab, "suspended", replicas(100_000, "main"))
+    before = lives(run.wait_steps(3))
+    for replica in (VICTIM, TRAINER):
+        job = job_of(run.state(), replica)
+        tag = run.state().replica(replica).allocation or ""
+        lab.slurm("scontrol", "suspend", job)
+        run.wait(lambda s, tag=tag: s.allocations[tag].suspended)  # type: ignore[misc]
+        stood = run.state()
+        time.sleep(4 * stood.job.limits.silence)
+        assert run.state().allocations[tag].suspended
+        lab.slurm("scontrol", "resume", job)
+        step = run.state().step
+        run.wait(lambda s, step=step: s.step > step + 3 and all_work(s))  # type: ignore[misc]
+    assert lives(run.state()) == before, "a suspended job was taken for a failure"
+    assert not [s for s in run.events() if isinstance(s.event, ev.Decided)]
+    cancel(run)
+
+
+@pytest.mark.soak
+def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
+    """Gang scheduling: every five seconds, whether the manager looks at that moment or not."""
+    run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
+    before = lives(run.wait_steps(3))
+    node = run.state().replica(VICTIM).node
+    other = ["sbatch", "-p", "timeslice", "-w", str(node), "-c8", "--mem=100", "-o/dev/null", "--wrap=sleep 600"]
+    lab.run_as_user(other)
+    time.sleep(45)
+    seen = {s.event.seen.state for s in run.events()
+            if isinstance(s.event, ev.AllocationChanged) and s.event.seen is not None}
+    step = run.state().step
+    run.wait(lambda s: s.step > step + 3)
+    assert lives(run.state()) == before
+    assert AllocationState.SUSPENDED in seen
+    cancel(run)
+
+
+@pytest.mark.soak
+def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goes_on(lab: SlurmLab) -> None:
+    term = 'spares = 0\nwalltime = "1h"\njob_walltime = "2min"'
+    toml = light_job("slurm", 100_000, rollouts=1, spares=0, extra='rotate = "60s"').replace("spares = 0", term)
+    run = submit_on(lab, "rotates", toml)
+    before = run.wait_steps(3)
+    first = {replica.allocation for replica in before.replicas.values()}
+    run.wait(lambda s: not first & {r.allocation for r in s.replicas.values() if r.believed} and all_work(s), 240.0)
+    step = run.state().step
+    state = run.wait(lambda s: s.step > step + 3)
+    assert {replica.id: replica.failures for replica in workers(state) if replica.failures} == {}
+    run.wait(lambda s: not first & s.allocations.keys(), 120.0)
+    asked = [s.event.action.ask for s in run.events()
+             if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)]
+    assert {ask.walltime for ask in asked} == {120.0}
+    cancel(run)
+
+
+@pytest.mark.soak
+def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_the_run_is_over(lab: SlurmLab) -> None:
+    run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
+    run.wait_steps(3)
+    for life in (1, 2):
+        run.wait(lambda s, life=life: s.replica(TRAINER).incarnation == life and all_work(s))  # type: ignore[misc]
+        pools = [line.split()[0] for line in lab.jobs() if ".manager" not in line and "COMPLETING" not in line]
+        lab.slurm("scancel", *pools)
+        run.wait(lambda s, life=life: s.replica(TRAINER).incarnation > life or s.verdict is not None)  # type: ignore[misc]
+        assert not [r for r in workers(run.state()) if r.failures], "nobody of them has failed"
+    state = run.wait_end()
+    assert (state.outcome, "not by rrl cancel" in state.why) == ("cancelled", True), state.why
+    run.wait_gone()
+    check_sound(run.run)
+
+
+@pytest.mark.soak
+def test_a_replacement_that_an_administrator_holds_waits_and_comes_when_it_is_let_go(lab: SlurmLab) -> None:
+    run = submit_on(lab, "held", replicas(100_000, "low", rollouts=3))
+    before = lives(run.wait_steps(3))
+    wanted = preempt(lab, str(before[VICTIM][2]))
+    run.wait(waits)
+    asked = run.wait(lambda s: any(a.pending and a.seen is not None for a in s.allocations.values()))
+    (job,) = [a.seen.job for a in asked.allocations.values() if a.pending and a.seen is not None]
+    lab.slurm("scontrol", "hold", job)
+    run.wait(lambda s: any("held by an administrator" in a.seen.detail for a in s.allocations.values() if a.seen))
+    lab.slurm("scancel", wanted)
+    step = run.state().step
+    run.wait(lambda s: s.step > step + 10)
+    assert waits(run.state())
+    lab.slurm("scontrol", "release", job)
+    after = lives(run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and all_work(s)))
+    kept, now = others(before, after, [VICTIM, ReplicaId(f"agent/{before[VICTIM][2]}")])
+    assert now == kept
+    cancel(run)

@@ -1,0 +1,74 @@
+"""The store and the reward role die at any moment of a run, or stand still: they alone come back, the others wait for
+them without being suspected, and nothing is lost or trained twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Fence
+from rrl.manager.state import State
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, submit_here
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+STORE, REWARD = ReplicaId("trajectories/0"), ReplicaId("reward/0")
+KILLS = 8
+HASTY = 'first_pass = "1s"\n' + "".join(
+    f'[phases.{phase}]\nshortest = "3s"\nlongest = "3s"\n' for phase in ("train", "checkpoint", "publish", "wait_data")
+)
+"""so short that whoever is blamed for the time that the store is away is restarted"""
+OFTEN = '[recovery]\nbackoff = "100ms"\nper_node = 50\nper_replica = 50\n'
+
+
+def _ends_well(run: TestRun) -> None:
+    state = run.wait_end(240.0)
+    assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def _fenced(run: TestRun) -> set[ReplicaId]:
+    actions = [s.event.action for s in run.events() if isinstance(s.event, ev.Decided)]
+    return {action.life.replica for action in actions if isinstance(action, Fence)}
+
+
+def _has(records: int, state: State) -> bool:
+    return state.seq >= records and all_work(state)
+
+
+@pytest.mark.parametrize("victim", [STORE, REWARD])
+def test_killed_at_random_records_it_alone_comes_back_and_nothing_is_lost(tmp_path: Path, victim: ReplicaId) -> None:
+    chance = random.Random(victim)
+    run = submit_here(tmp_path, light_job("local", 200, extra=OFTEN))
+    run.wait_steps(2)
+    for _ in range(KILLS):
+        before = lives(run.wait(partial(_has, run.state().seq + chance.randrange(40))))
+        pid = before[victim][1]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        run.wait_back_alone(before, victim)
+    _ends_well(run)
+    assert _fenced(run) == {victim}
+    assert {recovery["replica"] for recovery in run.summary()["recoveries"]} == {victim}
+
+
+@pytest.mark.parametrize("victim", [STORE, REWARD])
+def test_one_that_stands_still_for_longer_than_the_trainers_deadlines_is_not_the_trainers_fault(
+    tmp_path: Path, victim: ReplicaId
+) -> None:
+    toml = light_job("local", 60, extra=HASTY + OFTEN).replace('silence = "4s"', 'silence = "12s"')
+    run = submit_here(tmp_path, toml)
+    before = lives(run.wait_steps(3))
+    pid = before[victim][1]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    run.wait_back_alone(before, victim)
+    _ends_well(run)
+    assert _fenced(run) == {victim}
