@@ -70,7 +70,7 @@ class TrainerRole(Role):
     """of the supervised steps"""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """committed checkpoints that stay on the disk"""
-    uncommitted: Annotated[int, Field(ge=1)] = 1
+    uncommitted: Annotated[int, Field(ge=1, le=2)] = 1
     """steps that may be done while their checkpoints are still being written; then the trainer waits"""
     warm: bool = True
     """keep a process ready on its nodes and on spares, which becomes the trainer at once (about 400 MB each)"""

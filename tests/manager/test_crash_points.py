@@ -180,13 +180,15 @@ def _worked(site: Site) -> dict[ReplicaId, int]:
 
 
 def _facts(site: Site, state: State) -> dict[str, object]:
-    """What must be the same at the end, whoever managed."""
+    """What must be the same at the end, whoever managed. (A node that is lost shortly before the end may go back with
+    its allocation: the run can be over before a manager is there to give it back alone.)"""
+    excluded = sorted(name for name, node in state.nodes.items() if node.excluded is not None)
     return {
         "orders taken": sorted(state.commands),
         "orders left": (state.restarts, state.marks, state.ordered),
         "drained": sorted(site.drained),
-        "given back": sorted(site.shrunk),
-        "excluded": sorted(name for name, node in state.nodes.items() if node.excluded is not None),
+        "given back": sorted(set(site.shrunk).difference(excluded)),
+        "excluded": excluded,
         "restarts of the whole": len(state.wholes),
         "statuses": {one.id: one.status for one in workers(state)},
     }
