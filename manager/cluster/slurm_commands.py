@@ -24,6 +24,9 @@ MANAGER = "manager"
 _SCRUBBED = ("SLURM", "SBATCH", "SRUN", "SALLOC", "SQUEUE", "SCANCEL", "SINFO", "SCONTROL", "PMI", "PMIX", "OMPI")
 """Prefixes of what Slurm sets inside a job, and of what changes its commands' defaults and formats."""
 
+_SECONDS = {"SLURM_TIME_FORMAT": "%s"}
+"""Times as seconds since 1970, where programs read them; what other commands say of times, people read."""
+
 NO_CLUSTER = "Could not establish a configuration source"
 """what Slurm's commands say where they are installed and no cluster is configured"""
 _REFUSED = re.compile(
@@ -118,7 +121,7 @@ class Budget:
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """``given`` without what a surrounding Slurm job or a user's habits would tell Slurm's commands."""
     kept = {k: v for k, v in given.items() if k == "SLURM_CONF" or k.partition("_")[0] not in _SCRUBBED}
-    return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+    return kept | {"LC_ALL": "C"}
 
 
 def failure(command: str, ended: Ended) -> Refused | Unanswered:
@@ -139,7 +142,7 @@ async def execute(argv: tuple[str, ...], within: float, given: str = "") -> Ende
     try:
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=environment(os.environ), start_new_session=True,
+            env=environment(os.environ) | (_SECONDS if argv[0] == "squeue" else {}), start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise Refused(f"{argv[0]} cannot be started: {error}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.manager import events as ev
-from rrl.spec.words import ReplicaId
+from rrl.spec.words import SHADOW, ReplicaId, role_of
 from rrl.tests.lab.runs import check_sound, submit_here
 
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
@@ -17,6 +17,7 @@ VICTIM = ReplicaId("rollout/1")
 @pytest.mark.torch
 def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current_weights(tmp_path: Path) -> None:
     toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace("at = \"step=60\"", "at = \"step=5\"")
+    toml = toml.replace("[limits]\n", '[limits]\nstep_grace = "30s"\n')  # torch takes its time to leave a busy machine
     run = submit_here(tmp_path, toml)
     run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and s.replica(VICTIM).holds is not None, within=240)
     killed_at = next(s.event.step for s in reversed(run.events()) if isinstance(s.event, ev.StepCommitted))
@@ -30,5 +31,6 @@ def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current
     recovery = next(r for r in run.summary()["recoveries"] if r["replica"] == VICTIM)
     assert recovery["injected"]
     assert recovery["weights_s"] is not None, "it was given work before it held weights"
-    ended = {s.event.why for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9}
+    ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9]
+    ended = {end.why for end in ends if role_of(end.life.replica) != SHADOW}  # those that wait get no grace
     assert ended == {"signalled"}, "a role had to be killed at the end though it was asked to leave"

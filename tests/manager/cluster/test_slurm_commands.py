@@ -59,8 +59,7 @@ def test_a_lost_answer_or_unknown_words_leave_it_open(line: str) -> None:
 def test_a_surrounding_jobs_variables_do_not_reach_slurm_but_its_configuration_does() -> None:
     given = {"SLURM_CONF": "/c", "SLURM_JOB_ID": "7", "SBATCH_PARTITION": "p", "SQUEUE_FORMAT": "%i", "SRUN_X": "1",
              "PMIX_RANK": "0", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "de_DE"}  # fmt: skip
-    ours = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
-    assert environment(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "SLURMISH": "kept"} | ours
+    assert environment(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "SLURMISH": "kept", "LC_ALL": "C"}
 
 
 def test_a_command_beyond_its_deadline_is_killed_with_its_children_and_unanswered(tmp_path: Path) -> None:
