@@ -4,7 +4,7 @@ PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
 EXTRAS := dev,torch,ucx
 
-.PHONY: setup demo demo-slurm test test-slurm-versions slurm check bench clean soak
+.PHONY: setup demo demo-slurm test test-long test-slurm-versions slurm check bench clean soak
 
 setup: .venv/.ready
 
@@ -35,10 +35,15 @@ test-slurm-versions: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
 	$(BIN)/python -m rrl.tests.lab.slurm_versions
 
-# What takes long.
+# What takes long, half an hour and more.
+test-long: setup
+	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
+	$(BIN)/python -m pytest -m long
+
+# Random faults on whole runs, and every invariant; half an hour at most. One JSON object is its last line.
 soak: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
-	$(BIN)/python -m pytest -m soak
+	@$(BIN)/python -m rrl.tests.lab.soak
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """The trainer is killed → its next optimizer step is committed: warm standby, in place cold, and the whole job.
 
 Three arms, interleaved in rounds, on the same machine, launcher and job (the quickstart's real torch roles, a trainer
-of one or more ranks); the run's own fault plan kills the trainer's process group by SIGKILL. ``warm``: policy "role"
+of one or more ranks); ``rrl inject`` kills the trainer's process group by SIGKILL. ``warm``: policy "role"
 with shadows; ``in_place``: policy "role" without; ``job``: policy "job", every role restarts in place from the last
 checkpoint, as RobustRL configured ByteRobust (docs/sources.md). No grace in any arm: what is fenced is killed.
 
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,17 +33,20 @@ from rrl.benchmarks.checkpoint import measure as measure_checkpoint
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Perform
 from rrl.manager.journal import replay
+from rrl.manager.state import State, gang
 from rrl.spec.launch import tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import TRAINER, Life, Verdict, gang_of
-from rrl.tests.lab.runs import TestRun, submit_here, submit_on
+from rrl.spec.words import SHADOW, TRAINER, Life, Verdict, gang_of
+from rrl.tests.lab.runs import TestRun, all_work, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 
 ROUNDS = 3
 KILLS = 2
 """in each run; the arms are interleaved run by run: 6 kills an arm"""
-APART = 150
-"""steps between two kills: the shadow that was used is replaced meanwhile"""
+APART = 20
+"""steps at least before a kill; with shadows it also waits until one is ready beside the trainer"""
+STEPS = 1_000_000
+"""never reached: a run is cancelled after its kills"""
 ARMS = {
     "warm": ('policy = "role"', "warm = true"),
     "in_place": ('policy = "role"', "warm = false"),
@@ -54,7 +58,7 @@ UNCOMMITTED = 1
 NODES = 6
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 WITHIN = 600.0
-"""s for a run"""
+"""s for a kill and what follows"""
 
 
 class Restart(Struct):
@@ -130,23 +134,35 @@ def _enter(one: Restart, event: Any, at: float) -> None:
 
 
 def job(arm: str, cluster: str, ranks: int) -> str:
-    """The quickstart with this arm's settings, and a fault plan of its own."""
+    """The quickstart with this arm's settings."""
     policy, warm = ARMS[arm]
     toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
-    steps = (KILLS + 1) * APART
     for old, new in (
         ('kind = "local"', f'kind = "{cluster}"'),
-        ("steps = 300", f"steps = {steps}"),
+        ("steps = 300", f"steps = {STEPS}"),
         ("[roles.trainer]\n", f"[roles.trainer]\nranks = {ranks}\n{warm}\n"),
-        ("[limits]\n", 'beat = "200ms"\nstep_grace = "0s"\n'.join(("[limits]\n", ""))),
+        ("[limits]\n", '[limits]\nbeat = "200ms"\n'),
     ):
         assert old in toml, f"the quickstart has no {old!r}"
         toml = toml.replace(old, new)
-    faults = [
-        f'[[faults.planned]]\nkind = "kill"\ntarget = "{TRAINER}"\nat = "step={APART * (i + 1)}"\n'
-        for i in range(KILLS)
-    ]
-    return f"{toml}\n[recovery]\n{policy}\nbackoff = \"0s\"\n{''.join(faults)}"
+    return f'{toml}\n[recovery]\n{policy}\nbackoff = "0s"\nwhole = 100\n[faults]\nallow = true\n'
+
+
+def kill(run: TestRun, arm: str) -> None:
+    """Once everybody works (and a shadow waits beside the trainer) the trainer dies; returns when it trains again."""
+    begun = run.wait(lambda state: state.step >= 1, WITHIN).step
+    before = run.wait(lambda state: state.step >= begun + APART and all_work(state) and _warm(state, arm), WITHIN)
+    told = run.call("inject", run.run.id, "kill", "--target", TRAINER, "--wait", stdout=subprocess.DEVNULL)
+    assert told.wait(WITHIN) == 0
+    lived = before.replica(TRAINER).incarnation
+    run.wait(lambda state: state.replica(TRAINER).incarnation > lived and state.replica(TRAINER).commits > 0, WITHIN)
+
+
+def _warm(state: State, arm: str) -> bool:
+    """Enough ready shadows on the trainer's own nodes, where the arm has any."""
+    ready = [one.node for one in state.replicas.values() if one.role == SHADOW and one.phase == "standby"]
+    homes = [one.node for one in gang(state, TRAINER)]
+    return arm != "warm" or all(ready.count(home) >= homes.count(home) for home in homes)
 
 
 @contextmanager
@@ -172,8 +188,9 @@ def measure(cluster: str, ranks: int, rounds: int) -> dict[str, list[Restart]]:
         for turn in range(rounds):
             for arm in ARMS:
                 run: TestRun = submit(f"{arm}-{turn}", job(arm, cluster, ranks))
-                state = run.wait_end(WITHIN)
-                assert state.outcome == "completed", f"{arm}: {state.outcome} {state.why}"
+                for _ in range(KILLS):
+                    kill(run, arm)
+                assert run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(WITHIN) == 0
                 whole = [one for one in restarts(run.run) if one.committed is not None]
                 assert len(whole) == KILLS, f"{arm}: {len(whole)} of {KILLS} kills were recovered from"
                 found[arm] += whole

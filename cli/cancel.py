@@ -9,6 +9,7 @@ import time
 
 from rrl.cli.asking import BadInput, Failed, Reader, find_run, job_of
 from rrl.cli.mailing import PAUSE, await_taken, send
+from rrl.cli.views.status import kept_jobs
 from rrl.manager.mailbox import Letter
 from rrl.spec.rundir import RunDir
 
@@ -63,8 +64,8 @@ def _await_end(run: RunDir, reader: Reader) -> int:
     while time.monotonic() - began < ENDS_WITHIN:
         state = reader.state()
         if state is not None and state.outcome is not None:
-            kept = sorted(one.seen.job for one in state.allocations.values() if one.seen is not None and state.keep)
-            left = f"kept: {' '.join(kept)} (rrl resume {run.id} uses it, scancel {' '.join(kept)} gives it back)"
+            kept = kept_jobs(state)
+            left = f"kept: {kept} (rrl resume {run.id} uses it, scancel {kept} gives it back)"
             given = left if kept else "everything is given back"
             print(f"{run.id}: {state.outcome.value} after {state.step} steps; {given}")
             return 0

@@ -137,7 +137,8 @@ def cancel(
     run: NamedRun,
     wait: Annotated[bool, typer.Option(help="Wait until everything is given back.")] = True,
     keep_allocation: Annotated[
-        bool, typer.Option("--keep-allocation", help="Keep the nodes, for rrl resume; scancel gives them back.")
+        bool,
+        typer.Option("--keep-allocation", help="On Slurm: keep the nodes, for rrl resume; scancel gives them back."),
     ] = False,
 ) -> None:
     """End a run: its manager stops every role and gives all nodes back. rrl resume has it go on."""
@@ -152,7 +153,7 @@ def resume(
     job: Annotated[
         Path | None,
         typer.Option(metavar="JOB.TOML", show_default=False,
-                     help="Go on with this job spec; the model, the task and the seed must be those of the run."),
+                     help="Go on with this job spec; name, model, task and seed must be those of the run."),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Go on up to this step, instead of run.steps.")
@@ -183,8 +184,8 @@ def restart(
     replica: Annotated[str, typer.Argument(metavar="ROLE/REPLICA", show_default=False, help="trainer/0, rollout/3.")],
     wait: Annotated[bool, typer.Option(help="Wait until it has joined again.")] = True,
 ) -> None:
-    """Restart one replica, and only that: its process is ended, and a new one started in its place. A trainer goes on
-    from its last committed step."""
+    """Restart one replica, and only that: its process is ended, and a new one started in its place. A trainer restarts
+    with all its ranks, and no committed step is lost."""
     from rrl.cli import restart as command
 
     raise typer.Exit(command.restart(run, replica, wait=wait))
@@ -236,7 +237,8 @@ def inject(
     target: Annotated[
         str,
         typer.Option(metavar="ROLE/REPLICA|NODE", show_default=False,
-                     help="Also a role (one replica is drawn), agent/NODE or manager. Default: any replica."),
+                     help="Also a role (one replica is drawn), one rank (trainer/0.1), agent/NODE, shadow/NODE"
+                          " or manager. Default: any replica."),
     ] = "",
     at: Annotated[
         str | None,

@@ -76,7 +76,8 @@ def _moving(state: State, node: NodeName, said: str) -> str:
     """Who is still on it, told once."""
     there = ", ".join(one.id for one in workers(state) if one.believed and one.node == node)
     if there and there != said and node in state.marks:
-        print(f"{node}: {there} moves first ...", file=sys.stderr, flush=True)
+        moves = "move" if "," in there else "moves"
+        print(f"{node}: {there} {moves} first ...", file=sys.stderr, flush=True)
         return there
     return said
 

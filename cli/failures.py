@@ -10,8 +10,9 @@ from msgspec import Struct, structs
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Decision, Fence, Finish, Launch, RestartAll, StopStep
+from rrl.manager.fold_marks import DRAIN, UNDRAIN
 from rrl.spec.faults import TRAITS, Hits
-from rrl.spec.words import Finding, Life, NodeName, Verdict, role_of
+from rrl.spec.words import AGENT, SHADOW, Finding, Life, NodeName, Verdict, role_of
 
 
 class Failure(Struct, frozen=True):
@@ -49,6 +50,8 @@ class _Account:
         self._asked: set[Life] = set()
         self._injected: set[Life] = set()
         self._nodes_hit: set[NodeName] = set()
+        self._left: set[str] = set()
+        """nodes that a person has the run leave: their agents and shadows end with that"""
         self._ending = False
         """everything that ends from here on was asked to"""
 
@@ -66,6 +69,12 @@ class _Account:
             self._failed(self._launches[event.tag], at, f"not launched: {event.detail}", over=True)
         elif isinstance(event, ev.FaultInjected) and event.ok and not event.ended:
             self._hit(event)
+        elif isinstance(event, ev.Resumed):
+            self._ending = False
+        elif isinstance(event, ev.Commanded) and event.command == DRAIN:
+            self._left.add(event.target)
+        elif isinstance(event, ev.Commanded) and event.command == UNDRAIN:
+            self._left.discard(event.target)
         elif isinstance(event, ev.Joined | ev.FirstWorkDone):
             self._back(event.life, at, worked=isinstance(event, ev.FirstWorkDone))
 
@@ -89,7 +98,9 @@ class _Account:
             self._ending = True
         elif isinstance(action, Fence | RestartAll) and not self._ending:
             for fence in action.fences if isinstance(action, RestartAll) else (action,):
-                if not fence.charged:  # it has not failed: it moves, or restarts for another's sake
+                helps = role_of(fence.life.replica) in (AGENT, SHADOW)
+                if not fence.charged or (helps and self._nodes.get(fence.life) in self._left):
+                    # it has not failed: it moves, or restarts for another's sake, or is not needed there any more
                     self._asked.add(fence.life)
                     continue
                 self._failed(fence.life, at, *fence.why.evidence, over=True)

@@ -50,6 +50,9 @@ def _is_back(state: State, id: ReplicaId, before: int) -> bool:
 
 def _replica(state: State, name: str) -> ReplicaId:
     there = sorted({gang_of(one.id) for one in workers(state)})
+    if name not in there and any(one.id == name for one in workers(state)):
+        whole = gang_of(ReplicaId(name))
+        raise BadInput(f"{name} is one rank of {whole}, which restarts as a whole: rrl restart {state.run} {whole}")
     if name not in there:
         raise BadInput(f'no replica "{name}" in this run; it has {", ".join(there)}')
     if state.replica(ReplicaId(name)).status is Status.COMPLETED:

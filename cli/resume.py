@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from rrl.cli.asking import BadInput, Failed, check_whole, find_run, read
 from rrl.cli.check import asked, planned, tell
@@ -14,7 +16,7 @@ from rrl.cli.submit import report, watched
 from rrl.manager import submit as starting
 from rrl.manager.state import State
 from rrl.spec.job import Job
-from rrl.spec.load import load_job
+from rrl.spec.load import load_job, resolved
 from rrl.spec.rundir import RunDir
 from rrl.spec.units import seconds
 from rrl.spec.words import Outcome
@@ -57,6 +59,8 @@ def _check_ended(run: RunDir, state: State | None) -> None:
 def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | None) -> tuple[Job, bytes, Path]:
     """The job as it goes on, its text, and where it came from: the folder of that is the roles' working folder."""
     source = changed or Path(str(msgspec.json.decode(run.resolved.read_bytes())["source"]))
+    if changed is None and not run.job_toml.exists():
+        raise BadInput(f"{run.job_toml}: no such file; name the job spec that it was a copy of with --job")
     path = changed or run.job_toml
     job, text = load_job(path), path.read_bytes()
     if steps is None and walltime is None:
@@ -65,14 +69,27 @@ def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | N
         job = job.model_copy(update={"run": job.run.model_copy(update={"steps": steps})})
     if walltime is not None:
         job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"walltime": _seconds(walltime)})})
-    return job, as_toml(job).encode(), source
+    return _fitting(job, walltime), as_toml(job).encode(), source
+
+
+def _fitting(job: Job, walltime: str | None) -> Job:
+    """``job`` again. Raises BadInput where what was changed does not fit the rest of it."""
+    try:
+        return Job.model_validate(tomllib.loads(as_toml(job)))
+    except ValidationError as error:
+        what = error.errors()[0]
+        key = ".".join(map(str, what.get("ctx", {}).get("at", what["loc"])))
+        given = f"--walltime {walltime}" if walltime else "--steps"
+        raise BadInput(f"{given} does not fit: {key}: {what['msg']}") from None
 
 
 def _seconds(text: str) -> float:
     try:
-        return seconds(text)
+        if given := seconds(text):
+            return given
     except ValueError as error:
         raise BadInput(f"--walltime: {error}") from None
+    raise BadInput(f'--walltime: must be more than 0, not "{text}"')
 
 
 def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> None:
@@ -85,7 +102,21 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
         raise BadInput(f"{run.id} has committed {state.step} steps, and run.steps is {steps}; give --steps with more")
     if changed is None:
         return
-    before = load_job(run.job_toml)
+    before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)
     for key in FIXED:
-        if attrgetter(key)(before) != attrgetter(key)(job):
+        if not _same(_at(before, key), _at(after, key)):
             raise BadInput(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
+
+
+def _at(job: dict[str, Any], key: str) -> Any:
+    value: Any = job
+    for part in key.split("."):
+        value = value.get(part)
+    return value
+
+
+def _same(before: Any, after: Any) -> bool:
+    """A key that an earlier rrl did not have yet makes no difference."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return all(_same(value, after.get(key)) for key, value in before.items())
+    return bool(before == after)

@@ -337,6 +337,11 @@ class Watch:
         """Every replica but the agents and the shadows, which nobody waits for."""
         return (seen for seen in self.replicas.values() if role_of(seen.life.replica) not in (AGENT, SHADOW))
 
+    def on(self, node: NodeName) -> list[Life]:
+        """Whoever was launched on this node or says that it is there, and is still believed; agents left out."""
+        home = self.nodes.get(node)
+        return [] if home is None else list(home.residents)
+
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _node(self, node: NodeName) -> NodeSighting:
         self.touched.add(node)

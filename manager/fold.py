@@ -39,7 +39,7 @@ from rrl.manager.fold_lives import (
     version_held,
     with_replica,
 )
-from rrl.manager.fold_marks import excluded, marked, marking, readmitted
+from rrl.manager.fold_marks import excluded, marked, readmitted
 from rrl.manager.fold_nodes import allocation_changed, given_back, kept, node_changed, not_requested, requested
 from rrl.manager.fold_orders import commanded, ordered, resumed
 from rrl.manager.fold_whole import restarted_all
@@ -103,7 +103,7 @@ def _intended(state: State, at: float, event: ev.Intended) -> State:
     if isinstance(action, Perform):
         return _performing(state, action)
     if isinstance(action, Drain | Undrain | Shrink):
-        return marking(state, at, action)
+        return state
     return stopping(state, at, action)
 
 

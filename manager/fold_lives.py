@@ -98,10 +98,8 @@ def not_stopped(state: State, at: float, action: StopStep) -> State:
 def failed(state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False) -> State:
     """One more failure on the replica's account; the next launch is put off the longer the more there are."""
     held, recovery = state.replica(id), state.job.recovery
-    head = state.replica(gang_of(id))  # commits for all of them
-    commits = head.commits if head.incarnation == held.incarnation else 0
     failure = Start(
-        at, held.node or NodeName(""), why, refused, state.step, first_step=not refused and commits == 0,
+        at, held.node or NodeName(""), why, refused, state.step,
         injected=bool(held.fault) and not refused, joined=held.status is Status.JOINED,
     )  # fmt: skip
     failures = (*(start for start in held.failures if at - start.at < recovery.window), failure)
@@ -153,7 +151,7 @@ def _restarting(state: State, id: ReplicaId) -> State:
 def _anew(held: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
     """What it takes to want it at once. One that was gone on without has its budget back."""
     budget = {"failures": (), "unstarted": 0} if held.status is Status.RETIRED else {}
-    return {"status": Status.WANTED, "since": at, "prefer": to, "not_before": at, **budget}
+    return {"status": Status.WANTED, "since": at, "prefer": to or held.prefer, "not_before": at, **budget}
 
 
 def _lingers(state: State, at: float, id: ReplicaId) -> State:

@@ -9,8 +9,8 @@ import msgspec
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Drain, Exclude, Readmit, Shrink, Undrain
-from rrl.manager.state import Node, State, node_finding
-from rrl.spec.words import NodeName
+from rrl.manager.state import Node, State
+from rrl.spec.words import NodeName, Verdict
 
 DRAIN, UNDRAIN = "drain", "undrain"
 """what people order of a node"""
@@ -49,21 +49,20 @@ def excluded(state: State, at: float, action: Exclude) -> State:
 
 def readmitted(state: State, at: float, action: Readmit) -> State:
     """It has yet to show what it can do: its agent is started anew. What was found without proof is forgotten, since
-    nobody is left there to disprove it."""
-    finding = node_finding(state, action.node)
-    if finding is not None and not finding.proof:
-        state = _with(state, findings={key: one for key, one in state.findings.items() if key != finding.key})
+    nobody is left there to disprove it; where a person says that it is well, so is a proof."""
+    order, _ = state.marks.get(action.node, ("", ""))
+    kept = {
+        key: one for key, one in state.findings.items()
+        if one.node != action.node or one.verdict is not Verdict.FAIL or (one.proof and order != UNDRAIN)
+    }  # fmt: skip
+    state = _with(state, findings=kept)
+    node = state.nodes.get(action.node)
+    stays = GIVEN_BACK if node is not None and node.stays == GIVEN_BACK else ""
     state = _node(
         state, action.node, excluded=None, cause=None, proved=False, asked_by="", asked_at=0.0, not_drained="",
-        stays="", probe=None,
+        stays=stays, probe=None,
     )  # fmt: skip
-    node = state.nodes.get(action.node)
     return state if node is not None and node.drained else _unmarked(state, action.node)
-
-
-def marking(state: State, at: float, action: Drain | Undrain | Shrink) -> State:
-    """It is intended."""
-    return state
 
 
 def marked(state: State, at: float, action: Drain | Undrain | Shrink, ok: bool, detail: str) -> State:

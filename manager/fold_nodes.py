@@ -92,7 +92,11 @@ def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> 
             node = msgspec.structs.replace(node, allocation=event.tag, seen=None, stays="")
         nodes[name] = msgspec.structs.replace(node, part=held.ask.part)
     began = at if state.running_since is None and held.running else state.running_since
-    return _with(state, allocations={**state.allocations, event.tag: held}, nodes=nodes, running_since=began)
+    lingering = {tag: one for tag, one in state.lingering.items()
+                 if one.allocation != event.tag or one.node in event.seen.nodes}  # fmt: skip
+    return _with(
+        state, allocations={**state.allocations, event.tag: held}, nodes=nodes, running_since=began, lingering=lingering
+    )
 
 
 def _stillborn(state: State, at: float, held: Allocation) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rrl.manager import events as ev
 from rrl.manager.fold_marks import DRAIN, UNDRAIN, ordered_of_node
-from rrl.manager.state import Replica, State, Status
+from rrl.manager.fold_nodes import left
+from rrl.manager.state import Allocation, Node, Replica, State, Status
 from rrl.spec.jobview import JobView
 from rrl.spec.words import AGENT, SHADOW, ReplicaId, gang_of, member_id, replica_id
 
@@ -31,7 +33,8 @@ def ordered(state: State, at: float, event: ev.Ordered) -> State:
 
 def resumed(state: State, at: float, event: ev.Resumed) -> State:
     """A run that has ended goes on from its last commit: everybody is wanted again, with fresh budgets. What was kept
-    of its allocations is used, nodes that it may not use are remembered, and no incarnation is used twice."""
+    of its allocations is used where it fits the job, nodes that it may not use are remembered, and no incarnation is
+    used twice. What the nodes could not do for the roles is asked anew: the job may have been corrected."""
     state = _with(state, commands=(*state.commands, event.id))
     if state.outcome is None:
         return state
@@ -40,14 +43,32 @@ def resumed(state: State, at: float, event: ev.Resumed) -> State:
     for id, replica in state.replicas.items():
         if replica.role in (AGENT, SHADOW):
             replicas[id] = Replica(id, Status.RETIRED, replica.incarnation, since=at)
-    held = any(one.running for one in state.allocations.values())
-    nodes = {name: node for name, node in state.nodes.items() if node.allocation or node.excluded is not None}
+    allocations = {tag: one if _serves(event.job, one) else replace(one, stray=True)
+                   for tag, one in state.allocations.items()}  # fmt: skip
+    nodes = {name: _asked_anew(node) for name, node in state.nodes.items()}
+    for tag, one in allocations.items():
+        nodes = left(nodes, tag, ()) if one.stray else nodes
+    nodes = {name: node for name, node in nodes.items() if node.allocation or node.excluded is not None}
+    held = any(one.running for one in allocations.values())
     return _with(
         state, job=event.job, replicas=replicas, past={id: n for id, n in known.items() if id not in replicas},
         launched=False, ended=None, outcome=None, verdict=None, why="", cancelled_by="", keep=False, asked_since=None,
-        running_since=at if held else None, nodes=nodes,
-        findings={}, intents={}, refusals=(), lingering={}, ordered=(), restarts={}, marks={}, wholes=(),
+        running_since=at if held else None, nodes=nodes, allocations=allocations, findings={}, intents={}, refusals=(),
+        taken_back={}, emptied=(), lingering={}, ordered=(), restarts={}, marks={}, wholes=(),
     )  # fmt: skip
+
+
+def _serves(job: JobView, allocation: Allocation) -> bool:
+    """Its nodes are such as this job would ask for."""
+    asked = allocation.ask
+    part = next((part for part in job.parts if part.name == asked.part), None)
+    return part is not None and (part.node, part.sbatch) == (asked.node, asked.sbatch)
+
+
+def _asked_anew(node: Node) -> Node:
+    """Of the probe, by which it may have been excluded."""
+    changes = {"excluded": None, "cause": None} if node.probe and not (node.proved or node.asked_by) else {}
+    return replace(node, probe=None, **changes)
 
 
 def _members(job: JobView) -> list[ReplicaId]:

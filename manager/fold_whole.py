@@ -17,12 +17,13 @@ _ROLE = "role"
 
 
 def restarted_all(state: State, at: float, action: RestartAll) -> State:
-    """The planner has said whose lives end, and where each is wanted next."""
+    """The planner has said whose lives end, and where each is wanted next; but for those about whom it had just decided
+    something else, which stands. Who rests, and is to restart because a person asked, still is."""
     policy = state.job.recovery.policy
     recent = tuple(one for one in state.wholes if at - one < state.job.recovery.window)
-    state = _with(state, wholes=(*recent, at), restarts={})
+    state = _with(state, wholes=(*recent, at))
     for fence in action.fences:
-        state = fenced(state, at, fence)
+        state = fenced(state, at, fence) if state.believed(fence.life) else state
     if policy == REQUEUE:
         return _given_up(state)
     if policy == _ROLE and action.failed is not None and action.failed.replica in state.replicas:

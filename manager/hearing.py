@@ -94,7 +94,7 @@ class Ear:
     async def fence(self, life: Life, why: str) -> None:
         """Have a life that is no longer believed end at once: its worker, and in case that one hangs its first process;
         if that one is not heard either, its node's agent. A command that does not use the worker API gets its grace."""
-        self.adoptions.forget(life)
+        self.adoptions.forget(named_by(self._state(), life))
         worker = self.workers.pop(life, None)
         if worker is not None:
             await self._send(worker, msg.Fenced(life, why), None)
@@ -275,7 +275,8 @@ class Ear:
                 self._record(ev.FindingChanged(finding))
         elif isinstance(message, msg.AgentBeat):
             watch.agent_heard(message.node, life, now)
-            for replica in self._state().replicas.values():
+            for resident in watch.on(message.node):  # not everybody: a thousand agents say so each second
+                replica = self._state().replica(resident.replica)
                 if replica.status is Status.STARTING and replica.step in message.alive:
                     watch.step_alive(replica.life, now)
 

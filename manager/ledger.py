@@ -166,6 +166,8 @@ class _Ledger:
         self.lives: dict[ReplicaId, Life] = {}
         self.launches: dict[str, Life] = {}
         self.traces: list[_Trace] = []
+        self.earlier = 0
+        """of these, before the run was resumed: who was not back by its end is not brought back by the next start"""
         self.fenced: dict[Life, _Trace] = {}
         """by the life that failed"""
         self.open: dict[Life, _Trace] = {}
@@ -240,6 +242,7 @@ class _Ledger:
         self.between += at - (at if self.ended is None else self.ended)
         self.job, self.outcome, self.why, self.over = event.job, "running", "", None
         self.findings.clear()
+        self.earlier = len(self.traces)
 
     def _intended(self, event: ev.Intended, at: float) -> None:
         action = event.action
@@ -250,7 +253,8 @@ class _Ledger:
             self.lives[action.life.replica] = action.life
             self.nodes[action.life] = action.node
             self.launches[action.step] = action.life
-            trace = next((t for t in reversed(self.traces) if t.fence.life.replica == action.life.replica), None)
+            recent = reversed(self.traces[self.earlier :])
+            trace = next((one for one in recent if one.fence.life.replica == action.life.replica), None)
             if trace is not None and trace.joined_at is None:
                 trace.node_after, trace.incarnation = action.node, action.life.incarnation
                 self.open[action.life] = trace
@@ -330,13 +334,14 @@ class _Ledger:
             self.worked.end(life.replica, at)
 
     def _effective(self) -> tuple[float, float]:
-        """Seconds of effective training, and of everybody at work."""
+        """Seconds of effective training, and of everybody at work. A trainer of several ranks works while all do."""
         wanted = sum(role.replicas for role in self.job.kind("trainer"))
-        everybody = sum(role.replicas for role in self.job.roles)
+        ranks = sum(role.replicas * role.ranks for role in self.job.kind("trainer"))
+        everybody = sum(role.replicas * role.ranks for role in self.job.roles)
         effective = strict = 0.0
         for start, end, at_work in self.worked.intervals(self.now if self.over is None else self.over):
             span, rollouts = end - start, at_work["rollout"]
-            if at_work["trainer"]:
+            if ranks and at_work["trainer"] >= ranks:
                 effective += span
             elif rollouts and self.committed_at is not None:
                 effective += max(0.0, end - max(start, self.committed_at)) * rollouts / (rollouts + wanted)

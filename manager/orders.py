@@ -9,7 +9,7 @@ from rrl.manager.mailbox import Letter
 from rrl.manager.state import State
 from rrl.spec.faults import MANAGER, TRAITS, Fault, Hits, unfit
 from rrl.spec.jobview import JobView
-from rrl.spec.words import AGENT
+from rrl.spec.words import AGENT, SHADOW
 
 
 def events_of(letter: Letter, state: State) -> list[ev.Event]:
@@ -40,11 +40,14 @@ def refusal(fault: Fault, job: JobView, state: State | None) -> str:
     if state is not None and state.verdict is not None:
         return f"it is ending ({state.verdict.outcome.value})"
     replicas = {role.name: role.replicas for role in job.roles}
-    if why := unfit(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at):
+    ranks = {role.name: role.ranks for role in job.roles}
+    if why := unfit(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
         return why
     role, slash, rest = fault.target.partition("/")
     if role == AGENT and slash:
         return _no_node(rest, state)
+    if role == SHADOW and slash:
+        return _no_shadow(fault.target, state)
     if TRAITS[fault.kind].hits is Hits.NODE and not slash:
         return _no_node(fault.target, state)
     if TRAITS[fault.kind].hits is Hits.REPLICA and fault.target != MANAGER:
@@ -60,3 +63,10 @@ def _no_node(node: str, state: State | None) -> str:
     held = [name for name, one in state.nodes.items() if one.allocation] if state is not None else []
     there = f"it has {', '.join(sorted(held))}" if held else "it has none yet"
     return "" if node in held else f'no node "{node}" in this run; {there}'
+
+
+def _no_shadow(target: str, state: State | None) -> str:
+    """They come and go: only one that waits now can be hit."""
+    there = [one.id for one in state.replicas.values() if one.role == SHADOW and one.believed] if state else []
+    now = f"there are {', '.join(sorted(there))}" if there else "there is none now"
+    return "" if target in there else f'no shadow "{target}" in this run; {now}'

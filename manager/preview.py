@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from rrl.manager import own_job
 from rrl.manager.asks import first_asks
 from rrl.manager.cluster.slurm_ask import script
+from rrl.manager.worst_case import shadows
 from rrl.spec.job import Job
-from rrl.spec.jobview import JobView
+from rrl.spec.jobview import JobView, RoleView
 from rrl.spec.rundir import runs_root
 
 
 def preview(job: Job) -> list[tuple[str, str]]:
     """(title, text) of each thing. Raises ValueError for an sbatch option that cannot be passed on."""
     view = job.view(sys.executable)
-    steps = "\n".join(
-        f"{role.name:13} {role.replicas} x ({role.each.cpus} cpus, {role.each.gpus} gpus,"
-        f" {role.each.mem // 2**20} MiB{', a node of its own' if role.exclusive else ''})  {' '.join(role.argv)}"
-        for role in view.roles
-    )
+    steps = "\n".join([*(_steps(role) for role in view.roles), *_warm(view)])
     if view.cluster == "slurm":
         return [*_manager(view), *allocations(view), ("steps", steps)]
     nodes = f"{view.nodes} virtual nodes on this machine, {view.spares} of them spare; the manager as a process here"
     return [("local cluster", nodes), ("steps", steps)]
+
+
+def _steps(role: RoleView) -> str:
+    """A role's steps in one line."""
+    own = ", a node of its own" if role.exclusive else ""
+    times = f"{role.replicas} x"
+    if role.ranks > 1:
+        times += f" {role.ranks} ranks, {role.per_node} on a node, each"
+        own = f", {role.nodes} {'node' if role.nodes == 1 else 'nodes'} of their own" if role.exclusive else ""
+    each = f"{role.each.cpus} cpus, {role.each.gpus} gpus, {role.each.mem // 2**20} MiB{own}"
+    return f"{role.name:13} {times} ({each})  {' '.join(role.argv)}"
+
+
+def _warm(view: JobView) -> Iterator[str]:
+    """Shadows: how many, and where."""
+    if most := shadows(view):
+        role = next(role for role in view.roles if role.warm)
+        rollouts = min(role.standbys, sum(one.replicas for one in view.kind("rollout")))
+        places = {"spares": min(view.spares, role.nodes), "rollouts' nodes": rollouts}
+        where = [f"beside the {role.name}", *(f"on {count} of the {name}" for name, count in places.items() if count)]
+        yield f"{'warm standby':13} at most {most}: {', '.join(where)}; once a step is committed"
 
 
 def _manager(view: JobView) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ from rrl.manager import ballast
 from rrl.manager import events as ev
 from rrl.manager.actions import (
     Drain,
+    Exclude,
     Fence,
     Launch,
     Outside,
@@ -57,7 +58,7 @@ from rrl.manager.tokens import Tokens
 from rrl.spec.jobview import JobView
 from rrl.spec.launch import ASKED
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import SHADOW, TRAINER, Finding, Life, Outcome, Verdict, rank_of, role_of
+from rrl.spec.words import SHADOW, TRAINER, Finding, Life, NodeName, Outcome, Verdict, rank_of, role_of
 from rrl.transport import messages as msg
 from rrl.transport.control import Listener
 from rrl.transport.keys import RunKeys
@@ -192,7 +193,7 @@ class Manager:
         if isinstance(event, ev.Done | ev.Admitted) or taken:  # whom we did not ask: is its node taken back?
             self._eye.soon()
         elif isinstance(event, ev.FirstWorkDone) and event.life.replica == TRAINER:
-            self.record(ev.TokensSeen(self._tokens.total(), away=True))
+            self.record(ev.TokensSeen(self._tokens.total(), away=False))
         self._wake.set()
 
     # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,7 +229,17 @@ class Manager:
         self._turned = now
         held = {name for name, node in self.state.nodes.items() if node.allocation}
         for node in set(self._watch.nodes) - held:
-            self._watch.forget_node(node)
+            self._forget_node(node)
+
+    def _forget_node(self, node: NodeName) -> None:
+        """What was heard and not heard of it counts no more."""
+        for life in self._watch.on(node):
+            self._tokens.ends(life)
+        self._watch.forget_node(node)
+
+    def _well(self, node: NodeName) -> bool:
+        """Nothing was found against it: a node that is left for another reason falls silent because it is left."""
+        return all(finding.node != node for finding in self.state.findings.values())
 
     def _detect(self) -> float:
         """Findings that changed become events; what is no longer found is OK again. Returns when to look again."""
@@ -257,8 +268,8 @@ class Manager:
                     self._tell_watch(action)
                 else:
                     self.record(ev.Decided(action))
-                    if isinstance(action, Readmit):
-                        self._watch.forget_node(action.node)  # its silence from before counts no more
+                    if isinstance(action, Readmit) or (isinstance(action, Exclude) and self._well(action.node)):
+                        self._forget_node(action.node)
                     fences = action.fences if isinstance(action, RestartAll) else (action,)
                     for fence in (one for one in fences if isinstance(one, Fence)):
                         await self._fence(fence)
@@ -279,7 +290,7 @@ class Manager:
         self._tokens.ends(action.life)
         self._watch.forget(action.life)
         if action.life.replica == TRAINER:
-            self.record(ev.TokensSeen(self._tokens.total(), away=False))
+            self.record(ev.TokensSeen(self._tokens.total(), away=True))
         await self._ear.fence(action.life, "; ".join(action.why.evidence))
 
     async def _announce(self) -> None:

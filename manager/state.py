@@ -62,8 +62,6 @@ class Start(Struct, frozen=True):
     """the cluster did not launch it there: the process never had its turn"""
     step: int = 0
     """the run's newest committed step at that time"""
-    first_step: bool = False
-    """its life had committed nothing"""
     injected: bool = False
     """a fault was injected into it"""
     joined: bool = True

@@ -20,7 +20,8 @@ class WorstCase(Struct, frozen=True):
     """at once: the manager and its successor, every allocation, and a replacement or successor of each"""
     jobs_per_hour: int
     steps: int
-    """at once: a step for each replica, and an agent on each node"""
+    """at once: a step for each rank of each replica, an agent on each node, and a shadow for each rank that may go on
+    somewhere"""
     steps_per_hour: int
 
 
@@ -31,15 +32,31 @@ def worst_case(view: JobView, foreground: bool = False) -> WorstCase:
     start = sum(part.needed if part.separate else 1 for part in view.parts) + min(managers, 1)
     windows = HOUR / view.recovery.window
     lost = math.ceil(windows * max(1, int(view.recovery.breaker * view.nodes)))  # nodes that the breaker lets condemn
-    replicas = sum(role.replicas for role in view.roles)
+    at_once = sum(role.replicas * role.ranks for role in view.roles) + view.nodes + shadows(view)
     restarts = math.ceil(windows * view.recovery.per_replica)
+    again = sum(_rotations(part, view) for part in view.parts)
+    if view.recovery.policy == "requeue":  # each failure gives everything back
+        again += restarts * allocations
     return WorstCase(
         jobs_to_start=start,
         jobs=managers + allocations + view.nodes,
-        jobs_per_hour=managers + allocations + lost + sum(_rotations(part, view) for part in view.parts),
-        steps=replicas + view.nodes,
-        steps_per_hour=(replicas + view.nodes) * (1 + restarts),
+        jobs_per_hour=managers + allocations + lost + again,
+        steps=at_once,
+        steps_per_hour=at_once * (1 + restarts),
     )
+
+
+def shadows(view: JobView) -> int:
+    """As many as there are at most: one beside each rank of a warm role, and on spares and rollouts' nodes as many as
+    share a node."""
+    if view.recovery.policy != "role":
+        return 0
+    rollouts = sum(role.replicas for role in view.kind("rollout"))
+    return sum(
+        role.replicas * role.ranks
+        + (min(view.spares, role.nodes) + min(role.standbys, rollouts)) * min(role.ranks, role.per_node)
+        for role in view.roles if role.warm
+    )  # fmt: skip
 
 
 def _jobs(part: Part) -> int:

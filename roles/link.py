@@ -74,6 +74,8 @@ class Link:
         self._beat, self._transport = beat, transport
         self._now: tuple[str, ReplicaId | None] = (STANDBY if launch.standby else "starting", None)
         """phase and whom it waits for: one value, so that no beat tells a mixture"""
+        self.held_up_by: ReplicaId | None = None
+        """whatever the phase: whom this process waits for beside it"""
         self._done = 0
         self._asking = 0
         """threads that wait for the store: a trainer's may be two, as it commits beside its work"""
@@ -188,8 +190,7 @@ class Link:
     def on_peers(self, callback: Callable[[msg.Peers], None]) -> None:
         """``callback`` is called in the link's thread at every change, and now if peers are known."""
         self._on_peers.append(callback)
-        if self.peers is not None:
-            self.soon(callback, self.peers)
+        self.soon(self._call_back, callback)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -320,6 +321,10 @@ class Link:
             elif isinstance(message, msg.Inject):
                 self.faults.order(message)
 
+    def _call_back(self, callback: Callable[[msg.Peers], None]) -> None:
+        if self.peers is not None:  # the newest by now: to hear of older ones last would unsay who has come since
+            callback(self.peers)
+
     def _hear_peers(self, peers: msg.Peers) -> None:
         known = self.peers
         if known is not None and (peers.epoch, peers.seq) < (known.epoch, known.seq):
@@ -337,7 +342,7 @@ class Link:
         while True:
             phase, waits_for = self._now
             if self._dialer.connected:
-                blocked_by = STORE if self._asking else waits_for
+                blocked_by = STORE if self._asking else self.held_up_by or waits_for
                 await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, blocked_by))
                 self._told = phase
             await asyncio.sleep(self._beat)

@@ -167,6 +167,16 @@ class Worker:
         finally:
             self._link.enter(*before)
 
+    @contextmanager
+    def held_up_by(self, whom: ReplicaId) -> Iterator[None]:
+        """Say that inside it is ``whom`` that this process waits for, whatever its phase: in a gang the first member
+        asks the store for all, and while the store is away none of the others is to be suspected."""
+        self._link.held_up_by = whom
+        try:
+            yield
+        finally:
+            self._link.held_up_by = None
+
     def _target(self, waits_for: str | None) -> ReplicaId | None:
         """The replica meant by ``role`` or ``role/index``; None where a role has several and none is named."""
         if waits_for is None or "/" in waits_for:
@@ -238,7 +248,10 @@ class Worker:
                 while batch is None:
                     if self.stopping.is_set():
                         return
-                    batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
+                    try:
+                        batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
+                    except Stopping:  # what is done and not committed is still in its hands
+                        return
             rewards = [trajectory.reward for trajectory in batch.trajectories]
             self._bound[number] = _Bound(batch.digest, sum(rewards) / max(1, len(rewards)))
             yield batch

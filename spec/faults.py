@@ -12,6 +12,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from rrl.spec.words import AGENT, SHADOW
+
 
 class Effect(StrEnum):
     """What the world sees of a fault."""
@@ -59,7 +61,8 @@ class Hits(StrEnum):
     """What a fault is aimed at."""
 
     REPLICA = "replica"
-    """``role/index``; an agent (``agent/<node>``) and the manager (``manager``) too, where the kind says so"""
+    """``role/index``, or one rank of a gang (``role/index.rank``); an agent (``agent/<node>``), a shadow
+    (``shadow/<node>``) and the manager (``manager``) too, where the kind says so"""
     NODE = "node"
     """a node's name, or a replica, which stands for the node that it is on"""
     RUN = "run"
@@ -97,8 +100,8 @@ TRAITS: dict[FaultKind, Traits] = {
 
 MANAGER = "manager"
 """The target that stands for the run's manager: it may be killed."""
-AGENT_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
-"""what an agent can be hit by"""
+HELPER_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.SLOW)
+"""what an agent or a shadow can be hit by"""
 MOST_CODE = 255
 """the largest exit code that a process can have"""
 
@@ -141,7 +144,7 @@ class Fault(Struct, frozen=True, omit_defaults=True):
     id: str
     kind: FaultKind
     target: str = ""
-    """``role/index``, ``agent/<node>``, ``manager``, or the name of a node"""
+    """``role/index``, ``role/index.rank``, ``agent/<node>``, ``shadow/<node>``, ``manager``, or the name of a node"""
     at: At = At()
     seconds: float = 0.0
     """how long it lasts; 0: for good"""
@@ -160,10 +163,17 @@ def concrete(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: ra
 
 
 def unfit(
-    kind: FaultKind, target: str, seconds: float, amount: float, replicas: Mapping[str, int], at: At = At()
+    kind: FaultKind, target: str, seconds: float, amount: float, replicas: Mapping[str, int], at: At = At(),
+    ranks: Mapping[str, int] | None = None,
 ) -> str:  # fmt: skip
-    """Why this kind cannot hit that target so; empty when it can. Names of nodes are not known before the run."""
-    return _unfit_figures(kind, seconds, amount) or _unfit_target(kind, target, replicas) or _unfit_at(kind, target, at)
+    """Why this kind cannot hit that target so; empty when it can. Names of nodes are not known before the run.
+
+    ``replicas`` of each role, and ``ranks`` of each of these, where it is not one."""
+    return (
+        _unfit_figures(kind, seconds, amount)
+        or _unfit_target(kind, target, replicas, ranks or {})
+        or _unfit_at(kind, target, at)
+    )
 
 
 def _unfit_figures(kind: FaultKind, seconds: float, amount: float) -> str:
@@ -183,22 +193,35 @@ def _unfit_figures(kind: FaultKind, seconds: float, amount: float) -> str:
     return ""
 
 
-def _unfit_target(kind: FaultKind, target: str, replicas: Mapping[str, int]) -> str:
+def _unfit_target(kind: FaultKind, target: str, replicas: Mapping[str, int], ranks: Mapping[str, int]) -> str:
     traits = TRAITS[kind]
-    role, slash, index = target.partition("/")
+    role, slash, _ = target.partition("/")
     if traits.hits is Hits.RUN:
         return f"{kind} needs no target: it is about the whole run" if target else ""
     if target == MANAGER:
         return "" if kind is FaultKind.KILL else f"the manager can only be killed, not {kind}"
-    if role == "agent" and slash:
-        return "" if kind in AGENT_KINDS else f"an agent can only have {', '.join(AGENT_KINDS)}, not {kind}"
+    if role in (AGENT, SHADOW) and slash:
+        who = "an agent" if role == AGENT else "a shadow"
+        return "" if kind in HELPER_KINDS else f"{who} can only have {', '.join(HELPER_KINDS)}, not {kind}"
     if slash and role not in replicas:
         return f'no role "{role}"; there are {", ".join(replicas)}'
-    if slash and not (index.isdigit() and int(index) < replicas[role]):
-        last = f"{role}/{replicas[role] - 1}"
-        return f'no replica "{target}"; of {role} there are {replicas[role]}, so the last one is "{last}"'
-    if not slash and target and target not in replicas and traits.hits is not Hits.NODE:
+    if slash:
+        return _unfit_replica(target, replicas[role], ranks.get(role, 1))
+    if target and target not in replicas and traits.hits is not Hits.NODE:
         return f'no role "{target}"; there are {", ".join(replicas)}; a replica is written "rollout/0"'
+    return ""
+
+
+def _unfit_replica(target: str, replicas: int, ranks: int) -> str:
+    """``target`` is ``role/index``, or ``role/index.rank`` of a gang, whose first rank bears the gang's own name."""
+    role, _, index = target.partition("/")
+    index, dot, rank = index.partition(".")
+    if not (index.isdigit() and int(index) < replicas):
+        return f'no replica "{target}"; of {role} there are {replicas}, so the last one is "{role}/{replicas - 1}"'
+    if dot and not (rank.isdigit() and 0 < int(rank) < ranks):
+        whole = f"{role}/{index}"
+        there = f'"{whole}" is its first, "{whole}.{ranks - 1}" its last' if ranks > 1 else f"{whole} is one process"
+        return f'no rank "{target}"; {there}'
     return ""
 
 

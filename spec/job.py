@@ -22,7 +22,7 @@ from rrl.spec.job_sites import ClusterTable, ContainerTable, EnvTable, ManagerTa
 from rrl.spec.job_view import PARTS, viewed
 from rrl.spec.tables import SbatchOptions, Strings, Table, Time, TimeIfAny, mistake
 from rrl.spec.units import Duration, Size
-from rrl.spec.words import AGENT
+from rrl.spec.words import AGENT, SHADOW
 
 _L = jobview.Limits()
 _R = jobview.Recovery()
@@ -44,7 +44,7 @@ def _phase_names(phases: dict[str, PhaseTable]) -> dict[str, PhaseTable]:
 
 
 def _role_names(commands: dict[str, CommandRole]) -> dict[str, CommandRole]:
-    taken = (*Roles.model_fields, AGENT, MANAGER, *PARTS)
+    taken = (*Roles.model_fields, AGENT, SHADOW, MANAGER, *PARTS)
     for name in commands:
         if name in taken:
             raise ValueError(f"{name!r} is a name of rrl's own; take another one for a role of yours")

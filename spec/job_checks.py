@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rrl.spec.faults import TRAITS, FaultKind, Hits, read_at, unfit
 from rrl.spec.job_faults import fitting
-from rrl.spec.job_roles import CommandRole, Role
+from rrl.spec.job_roles import CommandRole, Role, TrainerRole, TrajectoriesRole
 from rrl.spec.phases import PHASES
 from rrl.spec.tables import mistake
 from rrl.spec.units import duration_text
@@ -26,7 +26,9 @@ def check(job: Job) -> None:
     for name, phase in job.phases.items():
         _phase(job, name, phase)
     for name, role in job.every_role().items():
+        _gang(job.table_of(name), role)
         _role(job, name, role)
+    _standbys(job)
     _faults(job)
 
 
@@ -73,6 +75,9 @@ def _form(job: Job) -> None:
     if cluster.job_walltime and cluster.job_walltime < cluster.walltime and job.manager.where == "pool":
         why = 'the manager in the pool ends with its first job; write where = "job" in [manager], or remove it'
         raise mistake(("cluster", "job_walltime"), why)
+    if job.recovery.policy == "requeue" and job.manager.where == "pool":
+        why = 'a manager in the pool cannot give it back and go on; write where = "job" in [manager], or remove it'
+        raise mistake(("recovery", "policy"), why)
     if cluster.form == "pool":
         return
     if cluster.kind == "local":
@@ -91,6 +96,38 @@ def _form(job: Job) -> None:
                 f"the components {', '.join(small)} would have one node each: Slurm kills them when a node of another"
                 ' component fails (measured); take form = "replica", or consent with one_node_components = true',
             )
+
+
+def _gang(at: tuple[str, str], role: Role) -> None:
+    """How many processes a replica is, and which roles can be several."""
+    if isinstance(role, TrainerRole) and role.replicas > 1:
+        raise mistake((*at, "replicas"), f"there is one trainer; for {role.replicas} processes of it write ranks ="
+                      f" {role.replicas}")  # fmt: skip
+    if role.ranks_per_node > role.ranks:
+        why = f"{role.ranks_per_node} is more than ranks = {role.ranks}; lower it or raise ranks"
+        raise mistake((*at, "ranks_per_node"), why)
+    if role.ranks == 1:
+        return
+    if isinstance(role, TrajectoriesRole):
+        raise mistake((*at, "ranks"), "the store is one process; remove it")
+    if role.command is None and not isinstance(role, TrainerRole):
+        why = f"the built-in {at[1]} is one process; write replicas = ..., or give it a command that knows of its ranks"
+        raise mistake((*at, "ranks"), why)
+    if isinstance(role, CommandRole) and role.watch != "api":
+        why = 'only rrl.join() tells a process which rank it is; write watch = "api", or replicas = ...'
+        raise mistake((*at, "ranks"), why)
+
+
+def _standbys(job: Job) -> None:
+    """Only what is asked for by number can be a mistake: ``auto`` takes what there is."""
+    trainer, at = job.roles.trainer, ("roles", "trainer", "standbys")
+    if trainer.standbys == "auto" or not trainer.standbys:
+        return
+    if not trainer.warm:
+        raise mistake(at, "nothing is kept ready where warm = false; remove it, or write warm = true")
+    if trainer.standbys > job.roles.rollout.replicas:
+        raise mistake(at, f"{trainer.standbys} is more than the rollouts ([roles.rollout] replicas ="
+                      f" {job.roles.rollout.replicas}), whose nodes would keep them; lower it")  # fmt: skip
 
 
 def _role(job: Job, name: str, role: Role) -> None:
@@ -121,25 +158,31 @@ def _role(job: Job, name: str, role: Role) -> None:
 
 
 def _fits_a_node(job: Job, name: str, role: Role) -> None:
+    """Of a role that shares nodes each rank must fit; of one with nodes of its own all that are to be on one."""
+    ranks = role.ranks_per_node if role.exclusive else 1
     for what in ("cpus", "gpus", "mem"):
-        wanted, has = getattr(role, what), getattr(job.cluster.node, what)
+        wanted, has = ranks * getattr(role, what), getattr(job.cluster.node, what)
         if wanted > has:
+            amount, lower = _amount(what, wanted), "lower it"
+            if ranks > 1:
+                amount, lower = f"{ranks} ranks on a node take {amount}, which", "lower it, lower ranks_per_node"
             raise mistake(
                 (*job.table_of(name), what),
-                f"{_amount(what, wanted)} is more than a node has ([cluster.node] {what} ="
-                f" {_amount(what, has)}); lower it or raise the node's",
+                f"{amount} is more than a node has ([cluster.node] {what} = {_amount(what, has)}); {lower} or raise"
+                " the node's",
             )
 
 
 def _faults(job: Job) -> None:
     replicas = {name: role.replicas for name, role in job.every_role().items()}
+    ranks = {name: role.ranks for name, role in job.every_role().items()}
     for index, one in enumerate(job.faults.planned):
-        if why := unfit(one.kind, one.target, one.seconds, one.amount, replicas, read_at(one.at)):
+        if why := unfit(one.kind, one.target, one.seconds, one.amount, replicas, read_at(one.at), ranks):
             raise mistake(("faults", "planned", index, "target" if "no r" in why else "kind"), why)
         _helps(job, one.kind, one.target, ("faults", "planned", index, "kind"))
     for index, some in enumerate(job.faults.random):
         for kind in some.kinds:
-            if why := unfit(kind, some.target, *fitting(kind, some), replicas):
+            if why := unfit(kind, some.target, *fitting(kind, some), replicas, ranks=ranks):
                 raise mistake(("faults", "random", index, "target" if "no r" in why else "kinds"), why)
             _helps(job, kind, some.target, ("faults", "random", index, "kinds"))
 

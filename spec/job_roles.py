@@ -24,9 +24,10 @@ class Role(Table):
     mem: Size = 2**30
     """memory of each replica"""
     ranks: Annotated[int, Field(ge=1, le=65536)] = 1
-    """processes of each replica: a gang that lives and dies together, each a step of its own with cpus, gpus and mem"""
+    """processes of each replica: a gang that lives and dies together, each a step of its own with cpus, gpus and mem;
+    of the built-in roles only the trainer can be several"""
     ranks_per_node: Annotated[int, Field(ge=1)] = 1
-    """of these, how many share a node"""
+    """of these, how many share a node; at most ranks"""
     exclusive: bool = False
     """take a node of its own"""
     env: Annotated[dict[str, str], AfterValidator(environment)] = {}
@@ -73,7 +74,8 @@ class TrainerRole(Role):
     uncommitted: Annotated[int, Field(ge=1, le=2)] = 1
     """steps that may be done while their checkpoints are still being written; then the trainer waits"""
     warm: bool = True
-    """keep a process ready on its nodes and on spares, which becomes the trainer at once (about 400 MB each)"""
+    """keep a process ready on its nodes and on spares, which becomes the trainer at once (about 400 MB each); with
+    [recovery] policy = "role" only"""
     standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """rollouts whose nodes keep such a process too; auto: as many as the trainer has nodes (its largest parallel
     group), or by [recovery] failure_rate as many as fail at once on one day of a hundred (ByteRobust)"""

@@ -11,17 +11,21 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rrl.spec.job import Job
+from rrl.spec.job_view import POOL
 from rrl.spec.units import DURATION, SIZE, duration_text, size_text
 
 
 def as_toml(job: Job) -> str:
-    """Round trip: loading the text gives an equal job (but for ``min_replicas``, whose default is spelt out)."""
+    """Round trip: loading the text gives an equal job (but for ``min_replicas``, whose default is spelt out, and
+    ``spares``, which are 0 where there is no pool)."""
     floors = {role.name: role.min_replicas for role in job.view("python").roles}
     roles = {
         name: role.model_copy(update={"min_replicas": floors[name]}) for name, role in job.every_role().items()
     }
     built_in = {name: role for name, role in roles.items() if name not in job.commands}
+    cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})
     filled = job.model_copy(update={
+        "cluster": cluster,
         "roles": job.roles.model_copy(update=built_in) if built_in else None,
         "commands": {name: roles[name] for name in job.commands},
     })  # fmt: skip

@@ -114,7 +114,16 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
         facts.add_row("manager", Text(note, "red") if note else manager)
     if state.why and state.outcome is not None:
         facts.add_row("because", state.why)
+    if state.outcome is not None and (jobs := kept_jobs(state)):
+        told = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} gives it back)"
+        facts.add_row("kept", Text(told, "yellow"))
     return facts
+
+
+def kept_jobs(state: State) -> str:
+    """Slurm's numbers of the jobs that a person wanted to keep beyond the run's end."""
+    kept = [one.seen.job for one in state.allocations.values() if one.seen is not None and state.keep]
+    return " ".join(sorted(kept))
 
 
 def _metrics(state: State, width: int) -> str:

@@ -17,12 +17,14 @@ CANCELLATIONS = 2
 def evict(state: State, rooms: Rooms, now: float) -> list[Decision]:
     """Who is not to be believed any more. ``now``: manager's time (s)."""
     fences: list[Decision] = []
+    limits = state.job.limits
     for replica in workers(state):
         if not replica.believed or not (evidence := _evidence(state, replica, now)):
             continue
-        rung = Rung.SPARE if rooms.vacant_for(replica) else Rung.REPLACEMENT
-        expects = "joins again on a spare node" if rung is Rung.SPARE else "joins again once it has a node"
-        fences.append(Fence(replica.life, rung, Why((evidence,), rung, expects), charged=False))
+        rung, expects, within = Rung.REPLACEMENT, "joins again once it has a node", limits.allocation + limits.join
+        if rooms.vacant_for(replica):
+            rung, expects, within = Rung.SPARE, "joins again on a spare node", limits.join
+        fences.append(Fence(replica.life, rung, Why((evidence,), rung, expects, now + within), charged=False))
     return fences
 
 

@@ -117,7 +117,10 @@ def _given_back(state: State) -> list[Outside]:
     if state.job.cluster != "slurm":
         return []
     actions: list[Outside] = []
+    shrinking = {intent.action.allocation for intent in state.intents.values() if isinstance(intent.action, Shrink)}
     for allocation in state.allocations.values():
+        if allocation.tag in shrinking:  # one after the other: what becomes of it may forbid the next
+            continue
         nodes = allocation.seen.nodes if allocation.running and allocation.seen is not None else ()
         known = [state.nodes[name] for name in nodes if name in state.nodes]
         gone = tuple(node.name for node in known if _superfluous(state, allocation, node))

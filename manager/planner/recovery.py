@@ -20,7 +20,7 @@ from rrl.manager.planner.escalation import against_software
 from rrl.manager.planner.ladder import HELPER, HELPERS, POLICIES, Case, can_spare, depth, often, whole_spent
 from rrl.manager.planner.mistakes import all_given_up, never_joined, not_there, nowhere, rejected, unfit_nodes
 from rrl.manager.planner.rooms import Rooms
-from rrl.manager.state import Replica, State, Status, finding_about, gangs, node_finding
+from rrl.manager.state import Replica, State, Status, finding_about, node_finding
 from rrl.spec.words import AGENT, Cause, Finding, Life, NodeName, Outcome, ReplicaId, gang_of
 
 _Members = Sequence[Replica]
@@ -34,7 +34,7 @@ def recover(state: State, rooms: Rooms, now: float) -> list[Decision]:
     condemned = {exclude.node for exclude in excludes}
     decisions: list[Decision] = [*excludes, *_in_the_way(state, rooms, now)]
     spared: set[ReplicaId] = set()
-    for members in (*gangs(state), *([one] for one in state.replicas.values() if one.role in HELPERS)):
+    for members in (*rooms.gangs, *([one] for one in state.replicas.values() if one.role in HELPERS)):
         decided = _asked(state, members, now) or _others(state, members, now)
         if not decided and (decision := _failed(state, rooms, members, condemned, spared, now)) is not None:
             decided = [decision]
@@ -62,8 +62,7 @@ def _condemned(state: State) -> list[Exclude]:
 # ── not for a failure of its own ─────────────────────────────────────────────────────────────────────────────────────
 def _asked(state: State, members: _Members, now: float) -> list[Decision]:
     """A person wants it to restart, all of it; also one that was gone on without, and one that pauses."""
-    by = next((state.restarts[id] for id in (gang_of(members[0].id), members[0].id) if id in state.restarts), None)
-    if by is None:
+    if (by := state.restarts.get(gang_of(members[0].id))) is None:
         return []
     why = Why((f"asked by {by}",), Rung.IN_PLACE, "joins again", now + state.job.limits.join)
     return [Fence(one.life, Rung.IN_PLACE, why, charged=False) for one in members]
@@ -72,10 +71,12 @@ def _asked(state: State, members: _Members, now: float) -> list[Decision]:
 def _others(state: State, members: _Members, now: float) -> list[Decision]:
     """The members of a gang whose newest life one of them has left: none of them goes on alone. Each keeps its node;
     who shared that of the failed one goes with it."""
+    if len(members) == 1:
+        return []
     newest = max(one.incarnation for one in members)
     left = [one for one in members
             if one.incarnation == newest and one.status in (Status.WANTED, Status.RETIRED)]  # fmt: skip
-    if len(members) == 1 or not left:
+    if not left:
         return []
     retired = next((one for one in left if one.status is Status.RETIRED), None)
     first = retired or min(left, key=lambda one: one.since)
@@ -98,7 +99,7 @@ def _in_the_way(state: State, rooms: Rooms, now: float) -> list[Decision]:
     """Rollouts on whose nodes a shadow is to become a member: they move, and are made up for."""
     found: dict[Life, Decision] = {}
     for role in state.job.roles:
-        members = (one for gang in gangs(state) for one in gang if one.role == role.name) if role.standbys else ()
+        members = (one for gang in rooms.gangs for one in gang if one.role == role.name) if role.standbys else ()
         for member in members:
             for rollout in rooms.in_the_way(member) if member.status is Status.WANTED else ():
                 evidence = (f"{member.id} is wanted on {rollout.node}, where a shadow waits to become it",)
@@ -115,7 +116,7 @@ def _failed(
     """What is decided about the gang for the sake of the member that failed. While a node's exclusion is undecided,
     nothing is: that comes first."""
     failing = [(one, evidence) for one in members if one.believed and (evidence := _lost(state, one))]
-    if any(one.node in condemned for one in members if one.believed):
+    if condemned and any(one.node in condemned for one in members if one.believed):
         return None
     if failing:
         member, evidence = min(failing, key=lambda pair: _blame(state, pair[0]))

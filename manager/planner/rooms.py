@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from msgspec import Struct
 
+from rrl.manager.actions import Shrink
 from rrl.manager.cluster import NodeState
-from rrl.manager.fold_marks import DRAIN
+from rrl.manager.fold_marks import DRAIN, GIVEN_BACK
 from rrl.manager.planner.terms import NEVER, succeeded_from
 from rrl.manager.planner.warm import Taken, natural, patient, ready_shadows, spareable, take
 from rrl.manager.state import Node, Replica, State, Status, gang, gangs, workers
@@ -36,9 +38,15 @@ class Rooms:
         self._state, self._now = state, now
         terms = {allocation.tag: succeeded_from(state, allocation) for allocation in state.allocations.values()}
         ends = (allocation.ends for allocation in state.allocations.values())
-        self.ages = min((at for at in (*terms.values(), *ends) if at > now), default=NEVER)
-        """when (s, manager's time) the next allocation is to be succeeded, or ends"""
-        pairs = [(node, node.allocation) for node in state.nodes.values() if _usable(state, node, now)]
+        window = state.job.recovery.window
+        past = (start.at + window for one in workers(state) if one.failures for start in one.failures)
+        self.ages = min((at for at in (*terms.values(), *ends, *past) if at > now), default=NEVER)
+        """when (s, manager's time) the next allocation is to be succeeded, or ends, or a failure leaves the window: who
+        pauses may have to go elsewhere then"""
+        going = {name for intent in state.intents.values() if isinstance(intent.action, Shrink)
+                 for name in intent.action.nodes}  # fmt: skip
+        pairs = [(node, node.allocation) for node in state.nodes.values()
+                 if node.name not in going and _usable(state, node, now)]  # fmt: skip
         pairs.sort(key=lambda pair: natural(pair[0].name))
         self.leaving = {name for name, (command, _) in state.marks.items() if command == DRAIN and name in state.nodes}
         """nodes that a person wants drained: nobody new goes there"""
@@ -52,7 +60,7 @@ class Rooms:
                 continue
             if probe == "" or (probe is None and not asked):
                 self._spots[part].append(spot)
-            elif probe is None and _may_yet_say(state, spot.node):
+            elif probe is None and _may_yet_say(state, spot.node, now):
                 self._unproven[part] += 1
         self.gangs = gangs(state)
         self._good = {spot.node for spot in self.usable}
@@ -103,12 +111,17 @@ class Rooms:
                     there.append(replica)
         return taken
 
+    @cached_property
+    def _taken(self) -> Taken:
+        """:meth:`occupants`, for those who only look."""
+        return self.occupants()
+
     # ── where somebody can go ────────────────────────────────────────────────────────────────────────────────────────
     # ``taken``: who takes room where, :meth:`occupants` if nothing else is said; whoever decides about several members
     # at once adds each to it where it sends it, and takes out whom it drives away.
     def vacant_for(self, replica: Replica, taken: Taken | None = None) -> bool:
         """A node other than its own could take this replica now."""
-        taken, spent = self.occupants() if taken is None else taken, self._spent(replica)
+        taken, spent = self._taken if taken is None else taken, self._spent(replica)
         return any(
             spot.node != replica.node and spot.node not in spent and self._fits(replica, spot.node, taken)
             for spot in self._spots[self._part[replica.role].name]
@@ -167,7 +180,7 @@ class Rooms:
         if not self._ready:
             return None
         role, spent = self._state.job.role(member.role), self._spent(member)
-        taken = self.occupants() if taken is None else taken
+        taken = self._taken if taken is None else taken
         for spot in self._beside(member, role, taken):
             if spot.node == member.node or spot.node in spent or not self._free_shadow(member, spot.node, taken):
                 continue
@@ -182,7 +195,7 @@ class Rooms:
         role, spent = self._state.job.role(member.role), self._spent(member)
         if not role.standbys or not self._ready:
             return None
-        taken = self.occupants() if taken is None else taken
+        taken = self._taken if taken is None else taken
         for rollout in self.standbys(member, taken):
             node = rollout.node
             if node is not None and node not in spent and self._free_shadow(member, node, taken):
@@ -207,7 +220,7 @@ class Rooms:
         role = self._state.job.role(member.role)
         if not role.standbys or not self._ready:
             return ()
-        taken = self.occupants()
+        taken = {node: list(there) for node, there in self._taken.items()}
         for one in gang(self._state, member.id):
             if one.status is not Status.WANTED:
                 continue
@@ -294,9 +307,14 @@ def never_started(state: State, node: NodeName) -> bool:
     return state.replica(replica_id(AGENT, node)).unstarted >= state.job.recovery.first_start
 
 
-def _may_yet_say(state: State, node: NodeName) -> bool:
-    """What the node can do: its agent is still tried."""
-    return state.replica(replica_id(AGENT, node)).status is not Status.RETIRED and not never_started(state, node)
+def _may_yet_say(state: State, node: NodeName, now: float) -> bool:
+    """What the node can do: its agent is still tried, and has not failed again and again (so often as it can fail to
+    join within the window). Else who lacks a node would wait for this one as long as its agent is tried, which on a
+    node that is cut off is for ever."""
+    agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
+    often = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
+    tried = agent.status is not Status.RETIRED and len(agent.recent(recovery.window, now)) < often
+    return tried and not never_started(state, node)
 
 
 def _usable(state: State, node: Node, now: float) -> bool:
@@ -306,7 +324,7 @@ def _usable(state: State, node: Node, now: float) -> bool:
         return False
     if now >= allocation.ends:  # it may be some time before the cluster takes it back
         return False
-    return node.excluded is None and fit
+    return node.excluded is None and fit and node.stays != GIVEN_BACK  # it is gone with the next look
 
 
 def _begun(state: State, ready: dict[str, int]) -> bool:

@@ -93,8 +93,12 @@ def ask_for(state: State, part: Part, count: int, tag: str, now: float) -> Ask:
 
 
 def _tag(state: State, part: Part) -> str:
-    """The first may yet land when it has been given up: no other request has its tag."""
-    return f"{state.run}.{part.name}-{state.seq}" if state.asked.get(part.name) else f"{state.run}.{part.name}"
+    """The first may yet land when it has been given up: no other request has its tag. But where a run is resumed from
+    within its pool: that is there already, under this tag."""
+    first = f"{state.run}.{part.name}"
+    begins = nothing_held(state) and not state.refusals and first not in state.allocations
+    within = state.job.manager.where == "pool" and begins
+    return f"{first}-{state.seq}" if state.asked.get(part.name) and not within else first
 
 
 def _excluded(state: State) -> tuple[NodeName, ...]:

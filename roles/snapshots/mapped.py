@@ -48,8 +48,13 @@ class Mapped:
     """One buffer. ``room`` is in bytes of payload; ``fd`` is closed here."""
 
     def __init__(self, fd: int, room: int) -> None:
+        """Raises SnapshotError."""
         self.room, self._fd, self._warm = room, fd, False
-        self._map = mmap.mmap(fd, PAYLOAD + room)
+        try:
+            self._map = mmap.mmap(fd, PAYLOAD + room)
+        except OSError as error:
+            os.close(fd)
+            raise SnapshotError(f"the agent's memory of {room / 1e6:.0f} MB cannot be mapped: {error}") from error
         self._map.madvise(mmap.MADV_DONTFORK)  # a child that outlives us must not keep it
         self.view = memoryview(self._map)
         self.sendings: set[Sending] = set()
@@ -101,9 +106,11 @@ class Mapped:
 def lent(fd: int, kept: Kept) -> tuple[bytes, memoryview]:
     """Meta and bytes of a buffer that was lent to be read; ``fd`` is closed here. What the reader changes in them it
     changes for itself alone: torch wants memory that may be written. Raises Damaged when it is another snapshot's by
-    now."""
+    now, SnapshotError where it cannot be mapped (such memory counts against the limits of ``vm.overcommit_memory``)."""
     try:
         mapped = memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    except OSError as error:
+        raise SnapshotError(f"{kept} cannot be mapped: {error}") from error
     finally:
         os.close(fd)
     head = Head.decode(bytes(mapped[:HEAD]))

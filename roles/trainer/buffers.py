@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.shape import SnapshotError
@@ -14,17 +15,21 @@ from rrl.spec.words import NodeName
 
 class HostBuffers:
     """``client``: None where no snapshots are kept. ``own``: how many buffers of its own it takes turns with where the
-    agent has none; as many as may be uncommitted. ``buddy`` tells where copies go, if anywhere."""
+    agent has none; as many as may be uncommitted. ``buddy`` tells where copies go, if anywhere; ``others`` which other
+    nodes' agents may have snapshots of earlier lives, which moved."""
 
     def __init__(
-        self, client: SnapshotClient | None = None, own: int = 1, buddy: Callable[[], str | None] = lambda: None
-    ) -> None:
-        self._client, self._buddy = client, buddy
+        self, client: SnapshotClient | None = None, own: int = 1, buddy: Callable[[], str | None] = lambda: None,
+        others: Callable[[], Collection[str]] = tuple,
+    ) -> None:  # fmt: skip
+        self._client, self._buddy, self._others = client, buddy, others
         self._own: list[mmap.mmap | None] = [None] * own
         self._turn = 0
         self._kept_by_agent = False
         """the memory given last is the agent's"""
         self._sending = threading.Lock()
+        self._times_sealed = 0
+        self._forgotten = False
         self._told: dict[str, str] = {}
 
     def prepare(self, nbytes: int) -> None:
@@ -59,6 +64,7 @@ class HostBuffers:
         """The buffer given last holds the whole of ``step``: it counts soon, and a copy of it goes to the buddy."""
         if self._client is not None and self._kept_by_agent:
             self._client.seal(step, meta)
+            self._times_sealed += 1
             threading.Thread(target=self._send, args=(self._client,), name="rrl-buddy", daemon=True).start()
 
     def _send(self, client: SnapshotClient) -> None:
@@ -72,7 +78,18 @@ class HostBuffers:
         except SnapshotError as error:
             self._say("copy", error)
         finally:
+            self._forget_others(client)
             self._sending.release()
+
+    def _forget_others(self, client: SnapshotClient) -> None:
+        """Once both snapshots here are this life's, those of earlier ones are of no more use anywhere; the agent of
+        this node is told so by ``client``, and the buddy's memory is taken for new copies."""
+        if self._forgotten or self._times_sealed < 2:
+            return
+        self._forgotten = True
+        for address in self._others():
+            with contextlib.suppress(SnapshotError):  # it keeps them until it ends
+                client.forget(address)
 
     def _say(self, what: str, error: SnapshotError) -> None:
         """Once for each trouble, not in each step: a run goes on without snapshots, from its checkpoints."""

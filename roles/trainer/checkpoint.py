@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +88,7 @@ class Checkpoints:
         except (OSError, CheckpointException) as error:
             trouble = trouble or error
         assert trouble is not None
-        return Written({}, f"{folder}: {_told(trouble)}", _is_full(trouble))
+        return not_written(trouble, f"{folder}: ")
 
     def _as_whole(self, local: Tensor, like: Tensor) -> Tensor:
         """A host copy of a shard as a part of the tensor that it is a shard of."""
@@ -122,10 +123,15 @@ class Checkpoints:
         self._committed = (*about.before, folder.name)
 
     def known(self, manifest: dict[str, Any]) -> None:
-        """This is the newest commit, though the state came from elsewhere. Raises DamagedCheckpoint."""
-        verified(self._run_dir.path, manifest, only={_ABOUT})
+        """This is the newest commit, though the state came from elsewhere: a snapshot helps over a damaged one."""
         folder = self._run_dir.path / manifest["folder"]
-        self._committed = (*msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About).before, folder.name)
+        before: tuple[str, ...] = ()
+        try:
+            verified(self._run_dir.path, manifest, only={_ABOUT})
+            before = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About).before
+        except (OSError, DamagedCheckpoint) as error:
+            print(f"rrl: the commit before the snapshot cannot be read: {error}", file=sys.stderr, flush=True)
+        self._committed = (*before, folder.name)
 
     def committed(self, folder: Path) -> None:
         """What :meth:`write` wrote there is committed now: remove what that makes garbage."""
@@ -152,6 +158,10 @@ def _new_file(path: Path, content: bytes) -> Path:
     with path.open("xb") as file:
         file.write(content)
     return path
+
+
+def not_written(error: BaseException, where: str = "") -> Written:
+    return Written({}, f"{where}{_told(error)}", _is_full(error))
 
 
 def _told(error: BaseException) -> str:

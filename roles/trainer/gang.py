@@ -1,8 +1,9 @@
 """The processes of one trainer, as they find each other: always a fresh rendezvous, in each incarnation anew.
 
 The first member opens a key-value store of torch's and announces it through the manager; the others wait to hear of it.
-torch's store takes anybody's word, so it listens at the run's own address only, under keys that nobody can guess. All
-groups are made at the start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
+torch's store and gloo take anybody's word, and whoever reaches the store can list its keys: those of each life are its
+own so that no two gangs meet by mistake. The store listens at the run's own address only. All groups are made at the
+start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from rrl.transport.messages import Peers
 FORMED_BY = 60.0
 """s within which all members must have met once all have joined (until then the manager's deadlines hold). torch's own
 are not kept: a rendezvous under used keys failed after 25 s with a timeout of 5 (docs/sources.md)"""
-STANDSTILL = 900.0
-"""s after which a collective operation that a member is missing from fails. The manager finds a member that hangs long
-before; this is for a network that swallows what is sent"""
+STANDSTILL = 24 * 3600.0
+"""s after which a collective operation that a member is missing from fails. Members wait in one for whoever is still at
+work (a step may take 6 h, a write 1 h: :mod:`rrl.spec.phases`) or waits for a store that is away; the manager finds who
+hangs long before, also where a network swallows what is sent"""
 TOLD_BY = 10.0
 """s that a member which lost another one waits to be told so. Survivors fail 30 ms after a death: who leaves first by
 itself would be taken for its cause"""

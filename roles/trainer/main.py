@@ -42,7 +42,7 @@ def main() -> None:
     tokenizer = Tokenizer(me.job["model"]["tokenizer"])
     spec = msgspec.convert(me.job["model"], ModelSpec)
     empty = skeleton(spec, tokenizer.size)
-    if me.launch.standby:
+    if me.launch.standby and not me.launch.gpus:
         practise(spec, tokenizer.size)
     with me, waits_to_be_told(me):
         gang = form(me)
@@ -65,6 +65,7 @@ def main() -> None:
         else:
             with me.phase("checkpoint"):
                 restart.load(found, learner, checkpoints, gang)
+            found = msgspec.structs.replace(found, data=memoryview(b""))  # else as much memory as the state, to the end
         _train(me, gang, learner, checkpoints, saver, found)
 
 
@@ -120,7 +121,11 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostB
     def buddy() -> str | None:
         return buddy_of(me.node, nodes, me.peers.keepers) if me.peers is not None else None
 
-    return HostBuffers(client, min(me.settings["uncommitted"], MOST_UNCOMMITTED), buddy)
+    def others() -> list[str]:
+        keepers = me.peers.keepers if me.peers is not None else {}
+        return [address for node, address in keepers.items() if node != me.node and address != buddy()]
+
+    return HostBuffers(client, min(me.settings["uncommitted"], MOST_UNCOMMITTED), buddy, others)
 
 
 def _publish(me: rrl.Worker, gang: Gang, learner: Learner) -> None:

@@ -1,8 +1,9 @@
 """What a process that is kept warm does beforehand: a step of a tiny model, in a gang of its own that ends with it.
 
 The first step of a process pays for what torch loads and sets up at first use: 0.43 s against 0.08 s after practice,
-for a tiny model on two CPU ranks; for a large one no gain was shown (docs/sources.md, torch). It touches no GPU: which
-one will be this process's is not known yet.
+for a tiny model on two CPU ranks; for a large one no gain was shown (docs/sources.md, torch). Not where the trainer has
+GPUs: torch's first ``backward`` asks CUDA for its devices, be it on a CPU, and after that it could no longer be said
+which of them are this process's. That is not known yet.
 """
 
 from __future__ import annotations

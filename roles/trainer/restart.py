@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -77,7 +78,8 @@ def usable(names: Iterable[Name], commit: Commit) -> list[Name]:
 def find(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> Found:
     """Ask who has what, agree, get it and verify it."""
     asked = Commit(me.committed or 0, me.committed_manifest) if gang.rank == 0 else None
-    commit = next(each for each in gang.gather(asked) if each is not None)
+    with me.held_up_by(me.launch.life.gang.replica) if gang.rank > 0 else nullcontext():
+        commit = next(each for each in gang.gather(asked) if each is not None)
     places = _places(me, gang, client)
     everybody = gang.gather(set(places))
     for name in usable(set.intersection(*everybody), commit):

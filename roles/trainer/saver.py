@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ from msgspec import Struct
 import rrl
 from rrl.roles.link import Stopping
 from rrl.roles.trainer.buffers import HostBuffers
-from rrl.roles.trainer.checkpoint import Checkpoints, Written
-from rrl.roles.trainer.gang import Gang, waits_to_be_told
+from rrl.roles.trainer.checkpoint import Checkpoints, Written, not_written
+from rrl.roles.trainer.gang import STANDSTILL, Gang, waits_to_be_told
 from rrl.roles.trainer.layout import Layout
 from rrl.roles.trainer.learner import Learner
 
-COMMITTED_BY = 3600.0
-"""s that the training thread waits for an older step's commit: the longest that a checkpoint may take
-(:mod:`rrl.spec.phases`); the manager judges it before"""
+COMMITTED_BY = STANDSTILL
+"""s that the training thread waits for an older step's commit. The manager judges it before, as a checkpoint; and not
+at all while it is the store that is away, which may wait in Slurm's queue for a node"""
 MOST_UNCOMMITTED = 2
 """steps done and not committed: so many host buffers there are"""
 _ROOM_AGAIN = 5.0
@@ -135,9 +136,10 @@ class Saver:
         note = staged.note
         tensors = self.layout.views(staged.buffer)
         while True:
-            folder = Path(self._from_first(lambda: str(self._me.checkpoint_dir(note.number))))
-            mine = self._checkpoints.write(folder, tensors, self._tensors, note.rest)
-            written = self._gather(mine)
+            folder, trouble = self._from_first(lambda: self._fresh_folder(note.number))
+            written = [trouble]
+            if folder is not None:
+                written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, note.rest))
             troubles = [each for each in written if each.trouble]
             if not troubles:
                 break
@@ -145,9 +147,18 @@ class Saver:
                 raise OSError(troubles[0].trouble)
             if self._gang.rank == 0:
                 print(f"rrl: {troubles[0].trouble}; trying again", file=sys.stderr, flush=True)
-                shutil.rmtree(folder, ignore_errors=True)
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
             time.sleep(_ROOM_AGAIN)
-        self._from_first(lambda: self._commit(note, folder, written))
+        with self._me.held_up_by(self._me.launch.life.gang.replica) if self._gang.rank > 0 else nullcontext():
+            self._from_first(lambda: self._commit(note, folder, written))
+
+    def _fresh_folder(self, number: int) -> tuple[Path | None, Written]:
+        """Or why there is none: a folder takes room too."""
+        try:
+            return self._me.checkpoint_dir(number), Written({})
+        except OSError as error:
+            return None, not_written(error)
 
     def _commit(self, note: Note, folder: Path, written: list[Written]) -> None:
         digests = {name: digest for each in written for name, digest in each.files.items()}

@@ -71,6 +71,17 @@ def test_each_form_shows_its_scripts_once(site: Site, capsys: pytest.CaptureFixt
         assert ("; 2 of these)" in shown) == (form == "replica")
 
 
+def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.job.write_text(JOB + '[roles.trainer]\nranks = 3\nranks_per_node = 2\n')
+    assert app.run(["check", str(site.job)]) == 0
+    shown = capsys.readouterr().out
+    assert "trainer       1 x 3 ranks, 2 on a node, each (1 cpus, 0 gpus, 1024 MiB, 2 nodes of their own)" in shown
+    assert ("warm standby  at most 9: beside the trainer, on 1 of the spares, on 2 of the rollouts' nodes; once a step"
+            " is committed") in shown  # fmt: skip
+
+
 def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert site.slurm(scontrol="echo 'Unable to contact slurm controller' >&2; exit 1").run("check", "--json") == 0
     told = json.loads(capsys.readouterr().out)

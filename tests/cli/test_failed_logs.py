@@ -11,6 +11,7 @@ from rrl.cli import app
 from rrl.cli.failures import Failure, failures
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Rung, StopStep, Why
+from rrl.manager.fold_marks import DRAIN
 from rrl.spec.faults import FaultKind
 from rrl.spec.loglines import stamp
 from rrl.spec.rundir import RUNS_ENV, RunDir
@@ -182,3 +183,19 @@ def test_a_life_that_never_came_back_has_nobody_in_its_place() -> None:
     story.wait(2).tell(ev.FirstWorkDone(story.life("rollout/0")))
     [failure] = found(story)
     assert failure.back_at == story.now, "at work is more than joined"
+
+
+def test_what_helps_on_a_node_that_a_person_has_the_run_leave_has_not_failed() -> None:
+    story = Story(RUN).works()
+    story.tell(ev.Commanded(DRAIN, "ada", "c1", "n2"))
+    story.tell(ev.Decided(Fence(story.life("agent/n2"), Rung.DEGRADED, Why(("n2 is excluded: asked by ada",)))))
+    assert failures(story.stamped) == []
+    story.tell(ev.Decided(Fence(story.life("agent/n3"), Rung.DEGRADED, Why(("n3 is excluded: node_lost",)))))
+    assert [one.life for one in failures(story.stamped)] == [story.life("agent/n3")]
+
+
+def test_what_fails_after_a_run_was_resumed_is_told_too() -> None:
+    story = Story(RUN).works().ends(Outcome.CANCELLED, "asked by ada")
+    story.tell(ev.Resumed("ada", "c1", story.job)).launches("rollout/0", "n3").joins("rollout/0", "generate")
+    story.loses("rollout/0")
+    assert [one.life for one in failures(story.stamped)] == [story.life("rollout/0")]

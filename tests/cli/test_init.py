@@ -76,6 +76,17 @@ def test_without_slurm_it_is_the_quickstarts_job(tmp_path: Path) -> None:
     assert "there is no Slurm here" in text
 
 
+@pytest.mark.parametrize("place", ["local", "slurm"])
+def test_what_it_has_in_comments_can_be_used(tmp_path: Path, place: str) -> None:
+    text = written(tmp_path, PLACES[place])[0]
+    for line in ("# ranks = 2", "# standbys = 0", "# [recovery]", '# policy = "role"'):
+        assert line in text
+        text = text.replace(line, line[2:])
+    (tmp_path / "used.toml").write_text(text)
+    job = load_job(tmp_path / "used.toml")
+    assert (job.roles.trainer.ranks, job.roles.trainer.standbys, job.recovery.policy) == (2, 0, "role")
+
+
 def test_slurm_that_takes_nothing_is_named_as_the_reason_for_a_local_job(tmp_path: Path) -> None:
     assert "Slurm refuses jobs: sbatch: error: invalid partition" in written(tmp_path, PLACES["refused"])[0]
     assert "Slurm does not answer: Unable to contact slurm controller" in written(tmp_path, PLACES["deaf"])[0]

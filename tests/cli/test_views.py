@@ -12,8 +12,9 @@ from rrl.cli.views.figures import bar, curve, folded, span, stage
 from rrl.cli.views.runs import runs_view
 from rrl.cli.views.status import one_line, status_view
 from rrl.cli.views.summary import summary_view
-from rrl.manager.events import VersionHeld
-from rrl.spec.words import Outcome, Version
+from rrl.manager.actions import Exclude, Why
+from rrl.manager.events import Commanded, Decided, VersionHeld
+from rrl.spec.words import NodeName, Outcome, Version
 from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.cli.story import BEGAN, REPLICAS, Story, completed, job_view
 
@@ -48,6 +49,18 @@ def crowded() -> Story:
     return story
 
 
+def gang() -> Story:
+    """Two ranks and their shadows, one more on a rollout's node, one that is not ready yet; a node that was left."""
+    job = job_view()
+    roles = tuple(msgspec.structs.replace(r, ranks=2, warm=True) if r.name == "trainer" else r for r in job.roles)
+    story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
+    story.launches("trainer/0.1", "n5").joins("trainer/0.1", "train")
+    for node in ("n2", "n5", "n3"):
+        story.launches(f"shadow/{node}", node).joins(f"shadow/{node}", "standby")
+    story.launches("shadow/n4", "n4")
+    return story.tell(Decided(Exclude(NodeName("n1"), Why(("asked by ada",)))))
+
+
 SCENES: dict[str, Callable[[], Story]] = {
     "pending": lambda: Story().asks_for_nodes("Priority").wait(3),
     "starting": starting,
@@ -56,6 +69,7 @@ SCENES: dict[str, Callable[[], Story]] = {
     "relaunching": lambda: just_lost().fences("rollout/0").wait(1).launches("rollout/0"),
     "node_lost": node_lost,
     "crowded": crowded,
+    "gang": gang,
     "completed": completed,
     "failed": lambda: Story().works().ends(Outcome.FAILED, "5 restarts of rollout/0 within 600 s"),
 }
@@ -86,6 +100,15 @@ def test_the_same_state_gives_the_same_picture() -> None:
 def test_what_a_run_says_is_never_taken_for_markup() -> None:
     story = Story().works().ends(Outcome.FAILED, "[red]boom[/red] [/nonsense] :smile:")
     assert "[red]boom[/red] [/nonsense] :smile:" in drawn(status_view(story.told(), story.now, 100), 100)
+
+
+def test_nodes_that_were_kept_beyond_the_runs_end_are_not_forgotten() -> None:
+    def picture(keep: bool) -> str:
+        story = Story().works().tell(Commanded("cancel", "ada", "c1", keep=keep)).ends(Outcome.CANCELLED, "asked")
+        return drawn(status_view(story.told(), story.now, 80), 80)
+
+    assert "kept     job 77, while it lasts (rrl resume uses it, scancel 77 gives it back)" in picture(keep=True)
+    assert "kept" not in picture(keep=False)
 
 
 def test_one_line_tells_who_is_not_at_work() -> None:

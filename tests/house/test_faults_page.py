@@ -10,7 +10,7 @@ import pytest
 
 from rrl.health.progress import NODE_DETECTORS, PROGRESS_DETECTORS
 from rrl.manager.ballast import MOST_FREE
-from rrl.spec.faults import AGENT_KINDS, MANAGER, TRAITS, FaultKind, Traits
+from rrl.spec.faults import HELPER_KINDS, MANAGER, TRAITS, FaultKind, Traits
 from rrl.spec.job_faults import MOST_RANDOM, FaultsTable
 from rrl.tests.house.test_docs import ROOT
 
@@ -41,7 +41,7 @@ def test_a_row_says_what_the_traits_say(kind: FaultKind) -> None:
 
 def test_agents_and_the_manager_are_named_where_they_can_be_hit() -> None:
     done = {kind: cells[0] for kind, cells in rows().items()}
-    assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {kind.value for kind in AGENT_KINDS}
+    assert {kind for kind, text in done.items() if "`agent/NODE`" in text} == {kind.value for kind in HELPER_KINDS}
     assert [kind for kind, text in done.items() if f"`{MANAGER}`" in text] == ["kill"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from rrl.tests.lab import netns, slurm_processes
 from rrl.tests.lab.slurm import SlurmLab
 
-pytestmark = pytest.mark.soak  # and part of make test-slurm-versions
+pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 
 
 @pytest.fixture

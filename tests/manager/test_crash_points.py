@@ -272,7 +272,7 @@ def test_a_manager_that_dies_over_a_record_changes_nothing_about_the_end(name: s
     _die_over(name, before, numbers if enumerated else numbers[before :: SPARSE])
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_manager_that_dies_over_any_record_changes_nothing_about_the_end(name: str, before: bool) -> None:
@@ -284,6 +284,11 @@ def test_managers_that_die_again_and_again_bring_the_run_to_its_end_together(kil
     site, outcome, state = lived(prepared=lambda site: setattr(site, "kill_every", kill_every))
     assert site.managers > 3
     assert_ended_well(COMPLETES, site, outcome, state)
+
+
+def test_tokens_are_counted_from_the_trainers_end_to_its_next_work() -> None:
+    events = [stamped.event for stamped in unharmed("restarts whole").records]
+    assert [event.away for event in events if isinstance(event, ev.TokensSeen)] == [False, True, False]
 
 
 def test_a_manager_that_is_away_for_long_misses_nothing() -> None:

@@ -263,6 +263,18 @@ def test_a_command_may_go_on_with_another_worker_after_the_first_one_said_goodby
     assert isinstance(refused, msg.Fenced)
 
 
+def test_an_agent_bears_witness_to_steps_that_start_on_its_node(tmp_path: Path) -> None:
+    agent = Life(ReplicaId("agent/n1"), 1)
+    tag = tag_of(RUN, agent)
+    hearing = Hearing(tmp_path, *LAUNCHED, ev.Intended(Launch(agent, tag, "pool", N1, WHY)))
+    hearing.hear(msg.Wanted(agent, tag, N1, 7), msg.AgentHello(agent, tag, N1, "host", 7, "boot"))
+    beat = msg.AgentBeat(agent, N1, alive=(STEP,))
+    hearing.hear(beat)
+    assert hearing.watch.replicas[R1.replica].alive_at is None, "nobody was admitted there"
+    hearing.hear(WANTED, beat)
+    assert hearing.watch.replicas[R1.replica].alive_at == 100.0
+
+
 def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
     agent = Life(ReplicaId("agent/n1"), 1)
     tag = tag_of(RUN, agent)

@@ -144,7 +144,7 @@ def test_dead_at_any_call_what_was_flushed_is_there_and_the_next_manager_goes_on
     assert _die_everywhere(story, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 80
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_torn_at_every_byte_of_every_write_it_is_read_all_the_same(story: Story, tmp_path: Path) -> None:
     def cuts(start: int, end: int) -> range:
         return range(start, end, 1 if end - start < RECORDS else 17)

@@ -759,6 +759,48 @@ def test_asked_for_it_one_that_pauses_starts_at_once() -> None:
     assert world.state.restarts == {}
 
 
+def test_asked_for_it_one_that_pauses_keeps_the_place_that_it_was_to_come_back_to() -> None:
+    world = World(job(spares=2, recovery=Recovery(backoff=60.0, per_node=9))).steady()
+    left = world.node_of(R0)
+    for command_ in ("drain", "undrain"):  # an earlier node than the one that it is on is free
+        world.happen(ev.Commanded(command_, "ada", command_, target=left))
+        world.play(at_most=10.0)
+    for _ in range(2):
+        world.kill(R0)
+        world.play(at_most=5.0)
+    home = world.state.replica(R0).prefer
+    assert home != left
+    order(world, R0)
+    assert home is not None
+    assert (world.state.replica(R0).status, world.state.replica(R0).node) == (Status.LAUNCHING, home)
+
+
+def test_an_order_about_one_that_rests_outlives_a_restart_of_the_whole_run() -> None:
+    world = World(job(recovery=Recovery(per_node=9, per_replica=1, policy="role"))).steady()
+    for _ in range(2):
+        world.kill(R0)
+        world.play(at_most=30.0)
+    assert world.state.replica(R0).status is Status.RETIRED
+    why = Why(("because",), Rung.WHOLE)
+    fences_ = tuple(Fence(one.life, Rung.WHOLE, why, one.node, charged=one.id == T0)
+                    for one in workers(world.state) if one.believed)  # fmt: skip
+    world.record(ev.Commanded("restart", "ada", "c1", target=R0))
+    world.happen(ev.Decided(RestartAll(why, fences_)))
+    world.play(world.works, at_most=120.0)
+    assert world.works()
+
+
+def test_who_was_just_gone_on_without_is_not_brought_back_by_a_restart_of_the_whole_run() -> None:
+    world = World(job()).steady()
+    why = Why(("because",), Rung.WHOLE)
+    everybody = tuple(Fence(one.life, Rung.WHOLE, why, one.node, charged=one.id == T0) for one in workers(world.state))
+    world.record(ev.Decided(Fence(Life(R0, 1), Rung.DEGRADED, Why(("it fails too often",), Rung.DEGRADED))))
+    before = world.state.replica(R0)
+    world.record(ev.Decided(RestartAll(why, everybody)))
+    assert world.state.replica(R0) == before
+    assert before.status is Status.RETIRED
+
+
 def test_an_order_is_met_by_a_restart_that_was_due_anyway() -> None:
     world = World(job()).steady()
     life = world.state.replica(R0).life

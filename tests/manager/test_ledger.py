@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,8 @@ from rrl.spec import faults
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.launch import tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Verdict, Version, role_of
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
+from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
 from rrl.tests.manager.world import found, lost
 
 At = tuple[float, ev.Event]
@@ -95,6 +96,17 @@ def test_a_run_without_faults_works_from_the_first_phase_to_the_decision_to_end(
 def test_a_run_that_goes_on_is_accounted_up_to_its_newest_record() -> None:
     got = summary(started(20.0), committed(50.0, 1))
     assert (got.outcome, got.run_seconds, got.ettr) == ("running", 50.0, 0.6)
+
+
+def test_a_trainer_of_several_ranks_works_while_all_of_them_do() -> None:
+    ranks = [member_id(TRAINER, rank) for rank in range(4)]
+    told: list[At] = [(0.0, ev.RunStarted(RUN, gang_job(rollouts=2)))]
+    for id in (STORE, REWARD, *ranks, R0, R1):
+        told += [(10.0, launch(Life(id, 1), N1)), *up(20.0, Life(id, 1), N1)]
+    told += [committed(30.0, 1), (60.0, ended(Life(ranks[2], 1))), (100.0, ev.ManagerStopped("x"))]
+    got = account(ev.Stamped(seq, at, 1, event) for seq, (at, event) in enumerate(sorted(told, key=itemgetter(0)), 1))
+    assert got.ettr == round((40 + 40 * 2 / 3) / 100, 4)
+    assert got.ettr_strict == 0.4
 
 
 def test_no_events_are_no_account() -> None:
@@ -359,6 +371,14 @@ def test_the_summary_is_written_from_the_journal(tmp_path: Path) -> None:
     written = write_summary(run)
     assert written == account((ev.Stamped(s, at, 1, e) for s, (at, e) in enumerate(told, 1)), str(run.path))
     assert msgspec.json.decode(run.summary.read_bytes(), type=Summary) == written
+
+
+def test_who_was_not_back_when_the_run_ended_is_not_brought_back_by_its_resumption() -> None:
+    lost_at_the_end: list[At] = [(50.0, ended(Life(R0, 1))), (50.0, fence(Life(R0, 1), Rung.IN_PLACE))]
+    again: list[At] = [(300.0, ev.Resumed("ada", "r1", job())), (310.0, launch(Life(R0, 2), N3))]
+    again += [*up(320.0, Life(R0, 2), N3), (321.0, ev.FirstWorkDone(Life(R0, 2)))]
+    (got,) = summary(started(20.0), lost_at_the_end, finished(51.0, 60.0), again).recoveries
+    assert (got.replica, got.start_s, got.total_s) == (R0, None, None)
 
 
 def test_the_time_between_a_runs_end_and_its_resumption_is_not_the_runs() -> None:

@@ -9,11 +9,11 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Drain, Exclude, Fence, Launch, Outside, Readmit, Release, Request, Shrink, Undrain
 from rrl.manager.cluster import AllocationSeen, AllocationState, NodeSeen, NodeState
 from rrl.manager.ledger import account
-from rrl.manager.state import Status
+from rrl.manager.state import Status, workers
 from rrl.spec.jobview import EnvView, JobView, Recovery
 from rrl.spec.words import AGENT, Cause, Evidence, Finding, NodeName, Remedy, Verdict, replica_id, role_of
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job
-from rrl.tests.manager.world import World
+from rrl.tests.manager.world import World, found, lost
 
 R0, R1 = ROLLOUTS
 UP = NodeSeen(NodeState.UP, "MIXED")
@@ -164,6 +164,46 @@ def test_a_node_lost_without_proof_is_given_back_only_when_everybody_works_again
     assert w.tags(Shrink) == [f"{RUN}.pool!shrink:{node}"]
 
 
+def test_nodes_of_one_allocation_are_given_back_one_after_the_other() -> None:
+    w = world(spares=4, may=False)
+    w.unheard = True
+    w.condemn(w.node_of(R0), Cause.PROCESS)
+    w.condemn(w.node_of(R1), Cause.PROCESS)
+    w.play(w.works).wait(60.0)
+    (first,) = w.tags(Shrink)
+    w.happen(ev.Done(first, True))
+    w.wait(60.0)
+    assert len(w.tags(Shrink)) == 2
+
+
+@pytest.mark.parametrize("may", [True, False])
+@pytest.mark.parametrize("later", [0.0, 0.3])
+def test_nobody_goes_to_a_node_that_is_being_given_back_when_a_person_wants_it_used_again(
+    later: float, may: bool
+) -> None:
+    w = world(may=may)
+    node = w.node_of(R0)
+    w.order("drain", node)
+    w.play(lambda: bool(w.tags(Shrink)), at_most=30.0)
+    assert w.tags(Shrink)
+    w.wait(later)
+    assert w.state.nodes[node].allocation
+    w.order("undrain", node)
+    w.wait(30.0)
+    assert node not in w.state.nodes, "it is the cluster's"
+    assert w.state.replica(replica_id(AGENT, node)).incarnation == 1
+
+
+def test_what_still_ran_on_a_node_that_is_given_back_went_with_it() -> None:
+    w = world()
+    w.slow_to_stop = float("inf")
+    node = w.node_of(R0)
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(30.0)
+    assert w.state.nodes[node].allocation == ""
+    assert [one.node for one in w.state.lingering.values()] == []
+
+
 def test_a_node_that_slurm_does_not_give_back_by_itself_stays_and_is_not_asked_for_again() -> None:
     w = world()
     w.shrinks = "Slurm does not shrink job 7"
@@ -228,6 +268,24 @@ def test_a_node_that_is_used_again_gets_no_role_before_its_agent_has_joined() ->
     del w.broken_lives[agent]
     w.play(w.works, at_most=700.0)
     assert w.node_of(R0) == node
+
+
+def test_nobody_waits_for_ever_for_a_node_that_is_used_again_and_is_cut_off() -> None:
+    w = world(spares=1, nodes=8)
+    w.shrinks = "not here"
+    spare = next(name for name in w.state.nodes if name not in {one.node for one in workers(w.state)})
+    w.order("drain", spare)
+    w.wait(10.0)
+    w.dead.add(spare)
+    w.order("undrain", spare)
+    w.wait(10.0)
+    agent = replica_id(AGENT, spare)
+    assert w.state.replica(agent).status is Status.LAUNCHING
+    w.lose_node(w.node_of(R0))
+    for _ in range(4):
+        w.wait(w.state.job.limits.join)
+        w.happen(found(w.state.replica(agent).life, "never_joined", w.now))
+    assert w.play(w.works).works()
 
 
 def test_a_probe_that_fails_after_its_return_excludes_the_node_again() -> None:
@@ -387,6 +445,21 @@ def test_what_a_person_has_drained_is_used_again_only_when_a_person_says_so() ->
     assert w.drains == {}
     assert w.state.marks == {}
     assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
+
+
+def test_a_person_may_have_a_node_used_again_against_which_there_was_proof_and_all_else() -> None:
+    w = world()
+    w.shrinks = "no"
+    node = w.node_of(R0)
+    w.record(lost(node, w.now))
+    w.condemn(node, Cause.GPU)
+    w.play(w.works).wait(30.0)
+    w.order("undrain", node)
+    w.wait(30.0)
+    assert w.state.nodes[node].excluded is None
+    assert w.state.replica(replica_id(AGENT, node)).status is Status.JOINED
+    w.condemn(node, Cause.GPU)
+    assert w.state.nodes[node].excluded is not None
 
 
 def test_an_order_to_drain_can_be_taken_back_before_it_is_done() -> None:

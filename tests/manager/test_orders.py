@@ -9,8 +9,8 @@ from rrl.manager.orders import events_of, refusal
 from rrl.manager.state import State
 from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.jobview import JobView
-from rrl.spec.words import Outcome
-from rrl.tests.manager.jobs import ROLLOUTS, job
+from rrl.spec.words import SHADOW, Outcome
+from rrl.tests.manager.jobs import ROLLOUTS, gang_job, job
 from rrl.tests.manager.world import World
 
 R0, R1 = ROLLOUTS
@@ -91,6 +91,17 @@ def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_i
 def test_what_is_right_is_not_refused(fault: Fault) -> None:
     state = running()
     assert refusal(fault, state.job, state) == ""
+
+
+def test_ranks_and_shadows_that_are_there_can_be_hit() -> None:
+    state = World(msgspec.structs.replace(gang_job(), faults_allowed=True)).steady().warmed().state
+    shadows = sorted(one.id for one in state.replicas.values() if one.role == SHADOW and one.believed)
+    for target in ("trainer/0.3", shadows[0]):
+        assert refusal(Fault("i", FaultKind.KILL, target), state.job, state) == ""
+    why = refusal(Fault("i", FaultKind.KILL, "shadow/n77"), state.job, state)
+    assert why == f'no shadow "shadow/n77" in this run; there are {", ".join(shadows)}'
+    cold = World(allowing()).state
+    assert refusal(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold).endswith("there is none now")
 
 
 def test_a_program_without_the_worker_api_is_not_asked_to_do_anything_to_itself() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from rrl.manager import events as ev
 from rrl.manager.actions import Request
 from rrl.manager.asks import first_asks
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
-from rrl.manager.worst_case import worst_case
-from rrl.spec.jobview import JobView, ManagerView, Part, Resources, RoleView
+from rrl.manager.worst_case import shadows, worst_case
+from rrl.spec.jobview import JobView, ManagerView, Part, Recovery, Resources, RoleView
 
 NODE = Resources(cpus=2, mem=2**30)
 
@@ -43,6 +45,19 @@ def test_a_pool_is_one_job_beside_the_manager_its_successor_and_a_replacement_of
     worst = worst_case(view("pool"))
     assert (worst.jobs_to_start, worst.jobs) == (2, 2 + 1 + 6)
     assert worst.steps == 5 + 6
+
+
+def test_each_rank_is_a_step_and_so_is_each_shadow() -> None:
+    trainer = msgspec.structs.replace(ROLES[1], ranks=4, per_node=2, warm=True, standbys=9)
+    gang = msgspec.structs.replace(view("pool"), roles=(ROLES[0], trainer, ROLES[2]))
+    assert shadows(gang) == 4 + (1 + 3) * 2  # beside each rank, on the spare, on the nodes of three rollouts
+    assert worst_case(gang).steps == (1 + 4 + 3) + 6 + shadows(gang)
+    assert shadows(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
+
+
+def test_who_gives_everything_back_at_each_failure_asks_for_everything_anew() -> None:
+    requeue = msgspec.structs.replace(view("pool"), recovery=Recovery(policy="requeue"))
+    assert worst_case(requeue).jobs_per_hour == worst_case(view("pool")).jobs_per_hour + 6 * 10
 
 
 def test_each_replica_counts_and_only_those_it_cannot_do_without_count_at_the_start() -> None:

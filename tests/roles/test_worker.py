@@ -254,6 +254,59 @@ def test_a_role_asked_to_leave_does_not_wait_for_a_store_that_has_left_before(sc
     play(story)
 
 
+def test_a_trainer_asked_to_leave_while_it_waits_for_a_batch_still_finishes_what_is_in_its_hands(scene: Scene) -> None:
+    async def story() -> None:
+        finished = threading.Event()
+        me = scene.worker(crew.TRAINER)
+
+        def train() -> None:
+            assert list(me.batches()) == []
+            finished.set()
+
+        async with scene.manager() as manager:
+            role = scene.start(me, train)
+            await manager.hears(Beat, lambda beat: beat.waits_for == STORE.replica)
+            await manager.stop(crew.TRAINER)
+            await role.end()
+        assert finished.is_set()
+
+    play(story)
+
+
+def test_a_member_says_whom_it_waits_for_beside_its_phase(scene: Scene) -> None:
+    async def story() -> None:
+        go, gone_on = threading.Event(), threading.Event()
+        me = scene.worker(crew.TRAINER)
+
+        def train() -> None:
+            with me.phase("checkpoint"):
+                with me.held_up_by(STORE.replica):
+                    assert go.wait(PATIENCE)
+                assert gone_on.wait(PATIENCE)
+
+        async with scene.manager() as manager:
+            role = scene.start(me, train)
+            await manager.hears(Beat, lambda beat: (beat.phase, beat.waits_for) == ("checkpoint", STORE.replica))
+            go.set()
+            await manager.hears(Beat, lambda beat: (beat.phase, beat.waits_for) == ("checkpoint", None))
+            gone_on.set()
+            await manager.hears(Goodbye)
+            await manager.stop(crew.TRAINER)
+            await role.end()
+
+    play(story)
+
+
+def test_whoever_asks_who_is_believed_is_not_told_older_news_after_newer(scene: Scene) -> None:
+    with not_started(scene.worker(crew.REWARD)) as me:
+        link, heard = me._link, list[int]()
+        link.peers = Peers(1, 1, {})
+        me.on_peers(lambda peers: heard.append(peers.seq))
+        link._hear_peers(Peers(1, 2, {}))  # before the loop comes to what was asked
+        link._loop.run_until_complete(asyncio.sleep(0))
+        assert heard == [2, 2]
+
+
 # ── the manager goes and comes ─────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("content", [b"", b'{"epoch":1', b"\0" * 40, b"[]", b'{"epoch":1,"endpoint":"\xff"}'])
 def test_an_address_that_cannot_be_read_is_no_address_yet(scene: Scene, content: bytes) -> None:

@@ -15,7 +15,7 @@ from rrl.spec.words import Life, ReplicaId
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 
-pytestmark = pytest.mark.soak  # and part of make test-slurm-versions
+pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 
 VICTIM = ReplicaId("rollout/1")
 

@@ -113,7 +113,11 @@ def test_a_killed_store_comes_back_from_its_log_and_nothing_is_lost_or_doubled(t
     _end_well(run)
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGUSR2], ids=["killed", "warned of its walltime"])
+@pytest.mark.parametrize(
+    "end",
+    [signal.SIGKILL, pytest.param(signal.SIGUSR2, marks=pytest.mark.long)],
+    ids=["killed", "warned of its walltime"],
+)
 def test_the_manager_is_gone_and_the_next_one_adopts_what_lives(tmp_path: Path, end: signal.Signals) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
     before = lives(run.wait_steps(3))

@@ -39,7 +39,7 @@ from rrl.tests.lab.runs import (
 )  # fmt: skip
 from rrl.tests.lab.slurm import SlurmLab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
 VICTIM = ReplicaId("rollout/1")
 KILLS = 12
 LONG = 100_000

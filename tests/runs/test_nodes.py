@@ -12,7 +12,7 @@ from rrl.spec.words import NodeName, ReplicaId
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 
-pytestmark = [pytest.mark.soak, pytest.mark.slurm]
+pytestmark = [pytest.mark.long, pytest.mark.slurm]
 
 R0, R1 = ReplicaId("rollout/0"), ReplicaId("rollout/1")
 

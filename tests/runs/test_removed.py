@@ -10,7 +10,7 @@ import pytest
 from rrl.tests.lab.runs import light_job, submit_here
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_run_whose_directory_is_removed_ends_with_everything_of_it(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 100_000))
     run.wait_steps(1)

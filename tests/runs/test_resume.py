@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from rrl.manager import events as ev
-from rrl.spec.words import Outcome, ReplicaId
+from rrl.spec.words import NodeName, Outcome, ReplicaId
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
 
 ROLLOUT = ReplicaId("rollout/1")
@@ -66,6 +66,15 @@ def test_a_run_that_has_not_ended_is_not_resumed_and_another_job_is_refused(tmp_
     state = run.state()
     assert (state.replica(ROLLOUT).failures, state.restarts) == ((), {})
     assert _told(run, "restart", run.run.id, "rollout/7")[0] == 2
+
+    left = before[ROLLOUT][2]
+    assert left is not None
+    code, out, error = _told(run, "drain", run.run.id, left)
+    assert (code, out) == (0, f"{left} is used no more by this run\n"), error
+    step = run.wait(lambda state: state.nodes[NodeName(left)].excluded is not None).step
+    run.wait(lambda state: state.step >= step + 60)  # longer than limits.silence: nothing speaks there any more
+    against = [one.event.finding for one in run.events() if isinstance(one.event, ev.FindingChanged)]
+    assert [finding for finding in against if finding.node == left] == []
 
     assert _told(run, "cancel", run.run.id)[0] == 0
     other = tmp_path / "other.toml"

@@ -69,6 +69,7 @@ def test_a_killed_rollout_alone_comes_back_and_its_unfinished_prompts_go_on_from
     assert run.continued(dead=-101.0), "nothing that the dead rollout began was gone on with"
 
 
+@pytest.mark.long
 def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_back(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "kill-stepd", light_job("slurm", 40, spares=0))
     before = lives(run.wait_steps(3))
@@ -111,6 +112,7 @@ def _running_manager(lab: SlurmLab, run: TestRun) -> str:
     return next(id for id, state in managers.items() if state == "RUNNING")
 
 
+@pytest.mark.long
 def test_in_a_heterogeneous_job_the_waiting_manager_takes_over_from_one_that_is_cancelled(slurm_lab: SlurmLab) -> None:
     toml = _form("hetjob", 60, rollouts=2).replace("[task]", "one_node_components = true\n[task]", 1)
     run = submit_on(slurm_lab, "hetjob", toml)
@@ -124,6 +126,7 @@ def test_in_a_heterogeneous_job_the_waiting_manager_takes_over_from_one_that_is_
     _end_well(run, slurm_lab)
 
 
+@pytest.mark.long
 def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_the_one_whose_walltime_ends(
     slurm_lab: SlurmLab,
 ) -> None:

@@ -12,7 +12,7 @@ from rrl.spec.words import ReplicaId
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 
-pytestmark = pytest.mark.soak  # and part of make test-slurm-versions
+pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 
 ALLOWED = '[recovery]\nbackoff = "100ms"\n[faults]\nallow = true\n'
 

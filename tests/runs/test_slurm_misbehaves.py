@@ -17,7 +17,7 @@ from rrl.tests.lab.fake_slurm import FakeSlurm
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.long
 
 VICTIM = ReplicaId("rollout/1")
 AWAY = 60.0

@@ -59,7 +59,7 @@ def preempt(lab: SlurmLab, node: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("partition", "times"), [("low", 1), pytest.param("lowest", 3, marks=pytest.mark.soak)], ids=["cancel", "requeue"]
+    ("partition", "times"), [("low", 1), pytest.param("lowest", 3, marks=pytest.mark.long)], ids=["cancel", "requeue"]
 )
 def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_when_it_gets_a_node(
     lab: SlurmLab, partition: str, times: int
@@ -95,7 +95,7 @@ def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_w
     assert run.continued(dead=-101.0), "nothing that the preempted rollout began was gone on with"
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nobody_is_fenced(lab: SlurmLab) -> None:
     run = submit_on(lab, "suspended", replicas(100_000, "main"))
     before = lives(run.wait_steps(3))
@@ -115,7 +115,7 @@ def test_a_suspended_rollout_and_then_a_suspended_trainer_are_waited_for_and_nob
     cancel(run)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
     """Gang scheduling: every five seconds, whether the manager looks at that moment or not."""
     run = submit_on(lab, "turns", replicas(100_000, "timeslice"))
@@ -133,7 +133,7 @@ def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
     cancel(run)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goes_on(lab: SlurmLab) -> None:
     term = 'spares = 0\nwalltime = "1h"\njob_walltime = "2min"'
     toml = light_job("slurm", 100_000, rollouts=1, spares=0, extra='rotate = "60s"').replace("spares = 0", term)
@@ -151,7 +151,7 @@ def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goe
     cancel(run)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_the_run_is_over(lab: SlurmLab) -> None:
     run = submit_on(lab, "cancelled", light_job("slurm", 100_000, rollouts=1, spares=0))
     run.wait_steps(3)
@@ -167,7 +167,7 @@ def test_a_pool_that_an_administrator_cancels_is_asked_for_once_more_and_then_th
     check_sound(run.run)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_replacement_that_an_administrator_holds_waits_and_comes_when_it_is_let_go(lab: SlurmLab) -> None:
     run = submit_on(lab, "held", replicas(100_000, "low", rollouts=3))
     before = lives(run.wait_steps(3))

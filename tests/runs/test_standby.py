@@ -81,7 +81,7 @@ def test_a_killed_trainer_goes_on_at_once_as_the_shadow_of_its_node(tmp_path: Pa
     assert (recovery["replica"], recovery["incarnation"]) == (TRAINER, 2)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through_with_it(tmp_path: Path) -> None:
     """The shadow hears nothing before the next manager is there: it is frozen when the first one tells it."""
     run = submit_here(tmp_path, light_job("local", 100))
@@ -99,7 +99,7 @@ def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through
     assert len(adoptions(run)) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_shadow_that_does_not_answer_in_time_is_given_up_and_the_trainer_comes_back(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 60, extra='[recovery]\nadopt = "3s"\n'))
     shadow = wait_for_shadow(run)
@@ -112,7 +112,7 @@ def test_a_shadow_that_does_not_answer_in_time_is_given_up_and_the_trainer_comes
     end_well(run)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_shadow_that_dies_with_its_trainer_leaves_the_next_best_start(tmp_path: Path) -> None:
     run = submit_here(tmp_path, light_job("local", 60))
     shadow = wait_for_shadow(run)
@@ -127,7 +127,7 @@ def test_a_shadow_that_dies_with_its_trainer_leaves_the_next_best_start(tmp_path
     end_well(run)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.slurm
 def test_on_slurm_a_shadow_waits_beside_steps_that_have_its_whole_node_and_takes_over(slurm_lab: SlurmLab) -> None:
     job = light_job("slurm", 60, spares=0)

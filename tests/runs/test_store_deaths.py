@@ -17,7 +17,7 @@ from rrl.manager.state import State
 from rrl.spec.words import ReplicaId
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, submit_here
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STORE, REWARD = ReplicaId("trajectories/0"), ReplicaId("reward/0")
 KILLS = 8
 HASTY = 'first_pass = "1s"\n' + "".join(

@@ -83,6 +83,26 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
     assert unfit(kind, "rollout/4", seconds, amount, REPLICAS)
 
 
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("trainer/0", ""), ("trainer/0.1", ""), ("trainer/0.3", ""), ("shadow/n1:1", ""),
+        ("trainer/0.0", 'no rank "trainer/0.0"; "trainer/0" is its first, "trainer/0.3" its last'),
+        ("trainer/0.4", 'no rank "trainer/0.4"; "trainer/0" is its first, "trainer/0.3" its last'),
+        ("trainer/0.x", 'no rank "trainer/0.x"; "trainer/0" is its first, "trainer/0.3" its last'),
+        ("trainer/1.1", 'no replica "trainer/1.1"; of trainer there are 1, so the last one is "trainer/0"'),
+        ("rollout/1.1", 'no rank "rollout/1.1"; rollout/1 is one process'),
+    ],
+)  # fmt: skip
+def test_each_rank_of_a_gang_and_each_shadow_can_be_hit(target: str, why: str) -> None:
+    assert unfit(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4}) == why
+
+
+def test_a_shadow_is_hit_by_signals_only() -> None:
+    why = unfit(FaultKind.EXIT, "shadow/n1", 0.0, 3.0, REPLICAS)
+    assert why == "a shadow can only have kill, freeze, slow, not exit"
+
+
 def test_the_run_itself_is_no_target_that_could_be_drawn() -> None:
     assert concrete("", FaultKind.OUTAGE, REPLICAS, random.Random(0)) == ""
 

@@ -198,8 +198,34 @@ WRONG: list[tuple[str, str, str]] = [
      " raise the run's"),
     ("[cluster]", '[manager]\nwhere = "pool"\n[cluster]\njob_walltime = "1h"', "job.toml:8: cluster.job_walltime: the"
      ' manager in the pool ends with its first job; write where = "job" in [manager], or remove it'),
+    ("[task]", '[manager]\nwhere = "pool"\n[recovery]\npolicy = "requeue"\n[task]', "job.toml:15: recovery.policy: a"
+     ' manager in the pool cannot give it back and go on; write where = "job" in [manager], or remove it'),
     ("[task]", '[manager]\nwhere = "pol"\n[task]', 'job.toml:13: manager.where: must be "job" or "pool", not "pol"; did you'
      ' mean "pool"?'),
+    # gangs and warm standbys
+    ("[task]", "[roles.trainer]\nranks = 0\n[task]", "job.toml:13: roles.trainer.ranks: must be at least 1, not 0"),
+    ("[task]", "[roles.trainer]\nreplicas = 4\n[task]", "job.toml:13: roles.trainer.replicas: there is one trainer; for 4"
+     " processes of it write ranks = 4"),
+    ("[task]", "[roles.trainer]\nranks = 2\nranks_per_node = 4\n[task]", "job.toml:14: roles.trainer.ranks_per_node: 4 is"
+     " more than ranks = 2; lower it or raise ranks"),
+    ("[task]", "[roles.trainer]\nranks = 8\nranks_per_node = 8\n[task]", "job.toml:12: roles.trainer.cpus: 8 ranks on a node"
+     " take 8, which is more than a node has ([cluster.node] cpus = 4); lower it, lower ranks_per_node or raise the node's"),
+    ("[task]", '[roles.trainer]\nranks = 4\nranks_per_node = 2\nmem = "3GiB"\n[task]', "job.toml:15: roles.trainer.mem: 2 ranks"
+     ' on a node take "6144MiB", which is more than a node has ([cluster.node] mem = "4096MiB"); lower it, lower'
+     " ranks_per_node or raise the node's"),
+    ("[task]", "[roles.trajectories]\nranks = 2\n[task]", "job.toml:13: roles.trajectories.ranks: the store is one process;"
+     " remove it"),
+    ("replicas = 2", "ranks = 2", "job.toml:17: roles.rollout.ranks: the built-in rollout is one process; write replicas ="
+     " ..., or give it a command that knows of its ranks"),
+    ("[task]", "[roles.reward]\nranks = 2\n[task]", "job.toml:13: roles.reward.ranks: the built-in reward is one process;"
+     " write replicas = ..., or give it a command that knows of its ranks"),
+    ("[task]", '[commands.judge]\ncommand = ["x"]\nranks = 2\nwatch = "activity"\n[task]', "job.toml:14: commands.judge.ranks:"
+     ' only rrl.join() tells a process which rank it is; write watch = "api", or replicas = ...'),
+    ("[task]", "[roles.trainer]\nstandbys = 1\nwarm = false\n[task]", "job.toml:13: roles.trainer.standbys: nothing is kept"
+     " ready where warm = false; remove it, or write warm = true"),
+    ("[task]", "[roles.trainer]\nstandbys = 3\n[task]", "job.toml:13: roles.trainer.standbys: 3 is more than the rollouts"
+     " ([roles.rollout] replicas = 2), whose nodes would keep them; lower it"),
+    ("rollout/0", "trainer/0.1", 'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process'),
     # the place
     ("replicas = 2", 'launcher = "apptainer"', 'job.toml:17: roles.rollout.launcher: "apptainer" needs an image; set'
      " [container] image"),
@@ -217,6 +243,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]", "[commands.judge]\n[task]", "job.toml:12: commands.judge.command: missing; add command = ... in"
      " [commands.judge] (the program and its arguments; relative paths start at the folder of job.toml)"),
     ("[task]", '[commands.trainer]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'trainer' is a name of rrl's own; take"
+     " another one for a role of yours"),
+    ("[task]", '[commands.shadow]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'shadow' is a name of rrl's own; take"
      " another one for a role of yours"),
     ("[task]", '[commands.Judge]\ncommand = ["x"]\n[task]', "job.toml:12: commands: 'Judge' is no name of a role; use up to"
      " 30 lower case letters"),
@@ -271,6 +299,20 @@ UNFIT: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("text", "expected"), UNFIT)
 def test_a_job_needs_something_to_do(tmp_path: Path, text: str, expected: str) -> None:
     assert complaint(tmp_path, text) == expected
+
+
+def test_a_gang_is_for_the_trainer_and_for_programs_that_know_of_ranks(tmp_path: Path) -> None:
+    gangs = (
+        "[roles.trainer]\nranks = 3\nranks_per_node = 2\nstandbys = 2\n",
+        '[roles.reward]\nranks = 2\ncommand = ["x"]\n',
+        '[commands.judge]\ncommand = ["x"]\nranks = 2\n',
+    )
+    text = JOB.replace("replicas = 2", 'replicas = 2\nranks = 2\ncommand = ["x"]').replace("rollout/0", "trainer/0.2")
+    (tmp_path / "job.toml").write_text(text + "".join(gangs))
+    view = load_job(tmp_path / "job.toml").view("python")
+    assert {role.name: role.ranks for role in view.roles} == {
+        "trajectories": 1, "reward": 2, "trainer": 3, "rollout": 2, "judge": 2
+    }  # fmt: skip
 
 
 def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path) -> None:

@@ -26,6 +26,14 @@ def test_the_written_spec_is_a_valid_job_toml_of_the_same_job() -> None:
     assert after.roles.rollout.min_replicas == 1
 
 
+@pytest.mark.parametrize("form", ["replica", "hetjob"])
+def test_what_is_written_of_a_form_without_a_pool_can_be_read_again(form: str) -> None:
+    before = job(cluster={"kind": "slurm", "form": form, "one_node_components": True})
+    text = as_toml(before)
+    after = Job.model_validate(tomllib.loads(text))
+    assert (after.view("python"), as_toml(after)) == (before.view("python"), text)
+
+
 def test_every_default_is_written() -> None:
     text = as_toml(job())
     for line in ('walltime = "1d"', 'silence = "10s"', 'chunk = "8MiB"', "learning_rate = 0.001", 'breaker = 0.2'):

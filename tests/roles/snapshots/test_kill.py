@@ -100,6 +100,6 @@ def test_whenever_a_member_is_killed_a_whole_snapshot_of_its_last_steps_is_left(
     kill_many(tmp_path, 50)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_of_500_members_that_are_killed_each_leaves_a_whole_snapshot(tmp_path: Path) -> None:
     kill_many(tmp_path, 500)

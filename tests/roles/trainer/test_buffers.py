@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +27,8 @@ class Client:
         self.memory = bytearray(64)
         self.sealed: list[tuple[int, bytes]] = []
         self.copied: list[str] = []
+        self.forgotten: list[str] = []
+        self.unreachable = ""
 
     def prepare(self, nbytes: int) -> None:
         self._works()
@@ -39,6 +42,11 @@ class Client:
         return Future()
 
     def settle(self) -> None: ...
+
+    def forget(self, address: str) -> None:
+        self.forgotten.append(address)
+        if address in self.unreachable:
+            raise SnapshotError("nobody is there")
 
     def copy_to(self, address: str) -> None:
         self._works()
@@ -73,6 +81,21 @@ def test_the_agents_memory_is_used_and_sealed_and_its_copy_sent_on() -> None:
     buffers.seal(1, b"meta")
     assert client.sealed == [(1, b"meta")]
     until(lambda: client.copied == ["tcp://b:1"])
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_once_two_snapshots_are_kept_here_other_agents_let_go_of_what_earlier_lives_left(copies: bool) -> None:
+    client = Client()
+    client.unreachable = "tcp://c:1"
+    others = ["tcp://c:1", "tcp://d:1"]
+    buffers = _buffers(client, buddy=lambda: "tcp://b:1", others=lambda: others)
+    for step in range(1, 5):
+        client.broken = ""
+        buffers.buffer(8, step)
+        client.broken = "" if copies else "no copy is taken"
+        buffers.seal(step, b"")
+        until(lambda: not any(thread.name == "rrl-buddy" for thread in threading.enumerate()))
+        assert client.forgotten == ([] if step == 1 else others)
 
 
 def test_without_an_agent_a_step_is_copied_all_the_same_and_the_trouble_is_told_once(

@@ -169,6 +169,23 @@ def test_a_fenced_trainer_that_wakes_up_late_harms_nothing_of_its_successor(run_
     assert _read(successor, newest).number == 2
 
 
+def test_who_goes_on_from_a_snapshot_keeps_the_commits_and_needs_nothing_of_them(
+    run_dir: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = Checkpoints(run_dir, 1, keep=2)
+    manifest = [_commit(first, run_dir, number) for number in (1, 2)][-1]
+    second = Checkpoints(run_dir, 2, keep=2)
+    second.known(manifest)
+    second.remove_garbage()
+    assert _there(run_dir) == {"step-1.1.0", "step-2.1.0"}
+    (run_dir.path / manifest["folder"] / "about.json").write_text("damaged")
+    third = Checkpoints(run_dir, 3, keep=2)
+    third.known(manifest)
+    assert "about.json" in capfd.readouterr().err
+    _commit(third, run_dir, 3, incarnation=3)
+    assert _there(run_dir) == {"step-2.1.0", "step-3.3.0"}
+
+
 def test_what_is_not_a_checkpoint_folder_is_left_alone(run_dir: RunDir) -> None:
     (run_dir.checkpoints / "mine").mkdir()
     _commit(Checkpoints(run_dir, 1, keep=2), run_dir, 1)

@@ -116,7 +116,7 @@ def test_a_gang_goes_on_from_its_snapshots_and_finishes_their_commit(
     asyncio.run(story())
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("uncommitted", [1, 2])
 @pytest.mark.parametrize("snapshots", [False, True])

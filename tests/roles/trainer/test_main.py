@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,9 @@ from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.tensors import PackedTensor, unpack
 from rrl.roles.tokenizer import EOS, Tokenizer
 from rrl.roles.trainer import main as trainer_main
-from rrl.roles.trainer.saver import Saver
+from rrl.roles.trainer import restart
+from rrl.roles.trainer.restart import Commit, Found
+from rrl.roles.trainer.saver import Note, Saver
 from rrl.roles.trajectories.types import Batch, Item, Segment
 from rrl.spec.job import Job
 from rrl.spec.launch import Launch
@@ -192,6 +195,37 @@ def test_a_restarted_trainer_removes_at_once_what_its_predecessor_left_uncommitt
     assert len(list(run_dir.checkpoints.iterdir())) == 2
     _train(monkeypatch, _Worker("trainer/0", 2, run_dir, commits), batches[:1])
     assert [folder.name for folder in run_dir.checkpoints.iterdir()] == ["step-1.1.0"]
+
+
+def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that was fetched is as large as the member's state; one of the own node is the agent's to use again."""
+    held, seen = [memoryview(bytearray(8))], list[bool]()
+    memory = weakref.ref(held[0])
+    note = Note(0, 1, "layout", b"", "digest", {})
+
+    def train(*words: Any) -> None:
+        seen.append(memory() is None)
+        words[4].finish()  # the saver's thread
+
+    monkeypatch.setattr(restart, "find", lambda *_: Found(Commit(0, None), note, held.pop()))
+    monkeypatch.setattr(restart, "load", lambda *_: None)
+    monkeypatch.setattr(trainer_main, "_train", train)
+    monkeypatch.setattr(rrl, "join", lambda: _Worker("trainer/0", 2, _run_dir(tmp_path / "run"), {}), raising=False)
+    trainer_main.main()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(("gpus", "practised"), [(0, True), (1, False)])
+def test_a_shadow_whose_gpus_are_not_known_yet_does_not_have_torch_ask_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, practised: bool
+) -> None:
+    worker, asked = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}), list[int]()
+    worker.launch = msgspec.structs.replace(worker.launch, standby=True, gpus=gpus)
+    monkeypatch.setattr(trainer_main, "practise", lambda spec, vocabulary: asked.append(vocabulary))
+    _train(monkeypatch, worker, _batches()[:1])
+    assert bool(asked) == practised
 
 
 class _Sums:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ from rrl.roles.snapshots.shape import Damaged, Kept, SnapshotError
 from rrl.roles.trainer.gang import Gang
 from rrl.roles.trainer.restart import Commit, Found, check_same, find, usable
 from rrl.roles.trainer.saver import Note
-from rrl.spec.words import NodeName, ReplicaId
+from rrl.spec.words import Life, NodeName, ReplicaId
 from rrl.transport.messages import Peers
 
 pytestmark = pytest.mark.torch
@@ -107,6 +109,31 @@ def test_without_a_usable_snapshot_the_commit_does(client: Client | None) -> Non
     assert not found.fresh
     assert str(found) == "the commit of step 4"
     assert look(client, Commit(0, None)).fresh
+
+
+def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() -> None:
+    waits: list[str] = []
+
+    @contextmanager
+    def held_up_by(whom: str) -> Iterator[None]:
+        waits.append(whom)
+        yield
+        waits.pop()
+
+    class Second(Gang):
+        asked: ClassVar[list[list[str]]] = []
+
+        def gather(self, mine: Any) -> list[Any]:
+            self.asked.append(list(waits))
+            return [mine] if mine is not None else [commit(4, 1), None]
+
+    life = Life(ReplicaId("trainer/0.1"), 1)
+    me: Any = SimpleNamespace(
+        held_up_by=held_up_by, launch=SimpleNamespace(life=life), node=NodeName("here"), peers=None
+    )  # fmt: skip
+    assert find(me, Second(1, 2), None).commit.number == 4
+    assert Second.asked[0] == ["trainer/0"]
+    assert not any(Second.asked[1:])
 
 
 def test_members_that_stand_at_different_states_are_told_apart_by_rank() -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,11 @@ from rrl.roles.checkpoint_files import Digest, describe, fresh_folder
 from rrl.roles.link import Stopping
 from rrl.roles.trainer import saver as saver_module
 from rrl.roles.trainer.buffers import HostBuffers
-from rrl.roles.trainer.checkpoint import Checkpoints
-from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.checkpoint import Checkpoints, Written
+from rrl.roles.trainer.gang import STANDSTILL, Gang
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trainer.saver import Saver
+from rrl.roles.trainer.saver import COMMITTED_BY, Saver
+from rrl.spec.phases import phase
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, ReplicaId
 from rrl.tests.lab.first import PATIENCE, until
@@ -78,6 +80,11 @@ def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
     made.me.may_commit.set()
 
 
+def test_nobody_gives_up_waiting_before_the_manager_judges_whoever_is_at_work() -> None:
+    """A member waits in a collective for the slowest, and the training thread for the saving one."""
+    assert min(STANDSTILL, COMMITTED_BY) > max(phase(name).longest for name in ("train", "checkpoint", "publish"))
+
+
 @pytest.mark.parametrize("scene", [1, 2], indirect=True, ids=str)
 def test_a_step_is_saved_beside_the_next_ones_until_as_many_are_uncommitted_as_may_be(
     scene: Scene, request: pytest.FixtureRequest
@@ -111,6 +118,32 @@ def test_what_is_committed_is_the_state_of_the_call_not_of_a_later_step(scene: S
     assert all((tensor == before[0][name]).all() for name, tensor in other.tensors().items())
 
 
+def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    me, waits, given = Worker(run), list[str](), list[list[str]]()
+
+    @contextmanager
+    def held_up_by(whom: str) -> Iterator[None]:
+        waits.append(whom)
+        yield
+        waits.pop()
+
+    def from_first(saver: Saver, do: Any) -> Any:
+        given.append(list(waits))
+        return fresh_folder(run.checkpoints, 1, 1), Written({})
+
+    me.held_up_by = held_up_by
+    monkeypatch.setattr(Saver, "_from_first", from_first)
+    other: Any = me
+    second = Saver(other, Gang(1, 2), harness.learner(), Checkpoints(run, 1, keep=2), HostBuffers(), 1)
+    second.save("binding", {})
+    second.finish()
+    assert given == [[], ["trainer/0"]]  # a folder, and the commit
+
+
 def test_an_error_of_the_saving_thread_ends_the_process_and_is_told_to_whoever_saves_next(scene: Scene) -> None:
     scene.me.raises = RuntimeError("refused for good")
     scene.me.may_commit.set()
@@ -127,6 +160,27 @@ def test_to_be_asked_to_leave_is_no_error(scene: Scene) -> None:
     with pytest.raises(Stopping):
         scene.saver.finish()
     assert scene.failed == []
+
+
+def test_a_disk_too_full_for_a_folder_is_waited_out_too(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saver_module, "_ROOM_AGAIN", 0.01)
+    troubles = [errno.ENOSPC, errno.EDQUOT]
+    real = Path.mkdir
+
+    def mkdir(path: Path, *args: Any, **named: Any) -> None:
+        if troubles:
+            number = troubles.pop()
+            raise OSError(number, os.strerror(number), str(path))
+        real(path, *args, **named)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    scene.me.may_commit.set()
+    scene.save(1)
+    scene.saver.finish()
+    assert [number for number, _ in scene.me.commits] == [1]
+    assert capfd.readouterr().err.count("; trying again") == 2
 
 
 def test_a_full_disk_is_waited_out_and_any_other_trouble_is_not(

@@ -104,7 +104,7 @@ def test_dead_at_any_call_it_keeps_what_it_promised_and_the_same_words_are_right
     assert _crash_everywhere(lived, tmp_path, lambda start, end: (start + 1, (start + end) // 2, end - 1)) > 200
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_torn_at_every_byte_of_every_write_it_keeps_what_it_promised(lived: Lived, tmp_path: Path) -> None:
     assert _crash_everywhere(lived, tmp_path, range) > 2000
 

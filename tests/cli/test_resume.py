@@ -1,0 +1,126 @@
+"""What ``rrl resume`` and ``rrl restart`` refuse. That runs really go on is in tests/runs/test_resume.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli import app
+from rrl.manager import submit as starting
+from rrl.manager.submit import create
+from rrl.spec.load import load_job
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.words import Outcome
+from rrl.tests.cli.story import Story, job_view
+from rrl.tests.spec.jobs import JOB
+
+RUN = "small-7"
+
+
+class Ended:
+    """A run that failed at step 12 of 40, as ``rrl submit`` and its manager left it; ``started``: resumed so often."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(RUNS_ENV, str(root / "runs"))
+        self.job = root / "job.toml"
+        self.job.write_text(JOB.replace("steps = 10", "steps = 40"))
+        told = Story(RUN, job_view()).works().ends(Outcome.FAILED, "the walltime ends").written(root / "runs")
+        made = create(load_job(self.job), self.job)
+        for path in (made.job_toml, made.resolved, made.view, made.keys):
+            path.rename(told.path / path.name)
+        self.run, self.started = told, 0
+        monkeypatch.setattr(starting, "start_manager", self._start)
+
+    def _start(self, *_: object) -> str:
+        self.started += 1
+        return ""
+
+    def refuses(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+        """What is said; nothing was changed or started."""
+        before = {path: path.read_bytes() for path in self.run.path.iterdir() if path.is_file()}
+        assert app.run(["resume", RUN, *options]) == 2
+        assert {path: path.read_bytes() for path in self.run.path.iterdir() if path.is_file()} == before
+        assert self.started == 0
+        return capsys.readouterr().err
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    return Ended(tmp_path, monkeypatch)
+
+
+def test_a_run_goes_on_with_more_steps_and_time_and_its_new_spec_is_a_valid_one(ended: Ended) -> None:
+    assert app.run(["resume", RUN, "--steps", "50", "--walltime", "2h"]) == 0
+    job = load_job(ended.run.job_toml)
+    assert (job.run.steps, job.cluster.walltime, ended.started) == (50, 7200.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--walltime", "0s"), '--walltime: must be more than 0, not "0s"'),
+        (("--walltime", "8"), "--walltime: '8' is not a duration; write for example"),
+        (("--steps", "12"), f"{RUN} has committed 12 steps, and run.steps is 12; give --steps with more"),
+        (("--steps", "0"), "Invalid value for '--steps'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_and_nothing_is_changed(
+    ended: Ended, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], why: str
+) -> None:
+    assert ended.refuses(capsys, *options).startswith(f"rrl: {why}")
+
+
+def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = JOB.replace("steps = 10", "steps = 40").replace('"local"', '"slurm"\nform = "replica"')
+    ended.run.job_toml.write_text(spec.replace("replicas = 2", 'replicas = 2\nwalltime = "2h"'))
+    assert ended.refuses(capsys, "--walltime", "1h") == (
+        'rrl: --walltime 1h does not fit: roles.rollout.walltime: "2h" is more than the run has ([cluster] walltime ='
+        ' "1h"); lower it or raise the run\'s\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("run.name", '"small"', '"other"'), ("run.seed", "steps = 40", "steps = 40\nseed = 3"),
+        ("model", "0123456789+= ", "01"), ("task", "min_terms = 2", "min_terms = 3"),
+        ("cluster.kind", '"local"', '"slurm"'),
+    ],
+)  # fmt: skip
+def test_another_job_is_refused(
+    ended: Ended, capsys: pytest.CaptureFixture[str], key: str, old: str, new: str
+) -> None:
+    assert old in ended.job.read_text()
+    ended.job.write_text(ended.job.read_text().replace(old, new))
+    told = ended.refuses(capsys, "--job", str(ended.job))
+    assert told == f"rrl: {ended.job}: {key} is not that of {RUN}; to change it start a new run\n"
+
+
+def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
+    ended: Ended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended.run.job_toml.unlink()
+    assert ended.refuses(capsys).endswith("no such file; name the job spec that it was a copy of with --job\n")
+    assert app.run(["resume", RUN, "--job", str(ended.job)]) == 0
+    assert (ended.run.job_toml.read_bytes(), ended.started) == (ended.job.read_bytes(), 1)
+
+
+def test_a_run_of_an_earlier_rrl_whose_spec_had_fewer_keys_is_the_same_run(ended: Ended) -> None:
+    resolved = msgspec.json.decode(ended.run.resolved.read_bytes())
+    del resolved["job"]["task"]["size"]
+    ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
+    assert app.run(["resume", RUN, "--job", str(ended.job)]) == 0
+
+
+def test_one_rank_is_not_restarted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    job = job_view()
+    roles = tuple(msgspec.structs.replace(one, ranks=2) if one.name == "trainer" else one for one in job.roles)
+    run: RunDir = Story(RUN, msgspec.structs.replace(job, roles=roles)).works().written(tmp_path)
+    assert app.run(["restart", RUN, "trainer/0.1"]) == 2
+    whole = f"which restarts as a whole: rrl restart {RUN} trainer/0"
+    assert capsys.readouterr().err == f"rrl: trainer/0.1 is one rank of trainer/0, {whole}\n"
+    assert not list(run.mailbox.glob("*.json"))

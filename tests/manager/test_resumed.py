@@ -1,0 +1,120 @@
+"""A run that has ended goes on: what is believed of it then, and that nothing of its first end ends it again."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Release, Request
+from rrl.manager.cluster import AllocationSeen, AllocationState
+from rrl.manager.state import workers
+from rrl.spec.jobview import EnvView, JobView, ManagerView
+from rrl.spec.words import NodeName, Outcome, ReplicaId
+from rrl.tests.manager.jobs import ROLLOUTS, RUN, in_parts, job
+from rrl.tests.manager.world import World, requests
+
+R0 = ROLLOUTS[0]
+POOL = f"{RUN}.pool"
+
+
+def ended(world: World, outcome: Outcome) -> World:
+    """Everything is given back, and the last record written."""
+    world.play(at_most=600.0)
+    assert world.over
+    assert world.state.verdict is not None
+    assert world.state.verdict.outcome is outcome
+    world.record(ev.RunEnded(outcome, "because"))
+    return world
+
+
+def cancelled(job: JobView, nodes: int | None = None, keep: bool = False) -> World:
+    world = World(job, nodes).steady()
+    world.happen(ev.Commanded("cancel", "ada", "c1", keep=keep))
+    return ended(world, Outcome.CANCELLED)
+
+
+def resume(world: World, job: JobView) -> World:
+    """An hour later."""
+    world.now += 3600.0
+    world.over = False
+    world.record(ev.Resumed("ada", f"r{len(world.events)}", job))
+    world.happen(ev.ManagerStarted("login", 2))
+    return world
+
+
+def test_everybody_is_wanted_again_with_fresh_budgets_and_no_incarnation_is_used_twice() -> None:
+    world = World(job(), nodes=9).steady()
+    world.kill(R0)
+    world.steady()
+    world.cancel()
+    resume(ended(world, Outcome.CANCELLED), job(rollouts=3)).steady()
+    assert world.incarnations() == dict.fromkeys(world.incarnations(), 2) | {R0: 3, ReplicaId("rollout/2"): 1}
+    assert [one.failures for one in workers(world.state)] == [()] * 6
+
+
+def test_a_run_whose_nodes_somebody_cancelled_twice_is_not_cancelled_again_by_that() -> None:
+    world = World(job(), nodes=9).steady()
+    for _ in range(2):
+        for tag in list(world.state.allocations):
+            nodes = world._give_back(tag)
+            seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)
+            world.record(ev.AllocationChanged(tag, seen))
+        world.play(world.works, at_most=60.0)
+    resume(ended(world, Outcome.CANCELLED), job()).steady()
+    assert world.state.verdict is None
+
+
+def test_what_nodes_could_not_do_for_the_job_as_it_was_says_nothing_of_the_corrected_one() -> None:
+    probing = msgspec.structs.replace(job(spares=6), env=EnvView(probe=("torch",)))
+    world = World(probing)
+    world.slow_to_join = float("inf")
+    world.unfit = dict.fromkeys((NodeName("n1"), NodeName("n2")), "No module named 'torch'")
+    world.play(at_most=10.0)
+    assert [name for name, node in world.state.nodes.items() if node.excluded is not None] == ["n1", "n2"]
+    world.cancel()
+    ended(world, Outcome.CANCELLED)
+    world.unfit, world.slow_to_join = {}, 0.7
+    resume(world, probing).steady()
+    assert not any(node.excluded for node in world.state.nodes.values())
+
+
+def test_a_node_that_a_person_keeps_away_stays_away() -> None:
+    world = World(job(), nodes=8).steady()
+    spare = next(name for name in world.state.nodes if name not in {one.node for one in workers(world.state)})
+    world.happen(ev.Commanded("drain", "ada", "d1", target=spare))
+    assert world.state.nodes[spare].excluded is not None
+    world.cancel()
+    resume(ended(world, Outcome.CANCELLED), job()).steady()
+    assert world.state.nodes[spare].excluded is not None
+    assert spare in world.decided(Request)[-1].ask.exclude
+
+
+def test_allocations_that_were_kept_are_used() -> None:
+    world = resume(cancelled(job(), keep=True), job()).steady()
+    assert requests(world) == [POOL]
+    assert not world.decided(Release)
+
+
+@pytest.mark.parametrize("change", ["shape", "partition", "form"])
+def test_allocations_that_were_kept_and_do_not_fit_the_job_as_it_goes_on_are_given_back(change: str) -> None:
+    world = cancelled(job(), nodes=20, keep=True)
+    (pool,) = job().parts
+    wide = msgspec.structs.replace(pool.node, cpus=2 * pool.node.cpus)
+    changed = {
+        "shape": msgspec.structs.replace(job(), parts=(msgspec.structs.replace(pool, node=wide),)),
+        "partition": msgspec.structs.replace(job(), parts=(msgspec.structs.replace(pool, sbatch={"partition": "b"}),)),
+        "form": in_parts(),
+    }[change]
+    resume(world, changed).steady()
+    assert [action.allocation for action in world.decided(Release)] == [POOL]
+    assert POOL not in world.held
+    assert all(one.allocation != POOL for one in workers(world.state))
+
+
+def test_a_manager_that_is_started_in_the_pool_again_asks_for_that_pool_and_not_for_a_second_one() -> None:
+    inside = msgspec.structs.replace(job(), manager=ManagerView("pool"))
+    world = cancelled(inside)
+    del world.asks[POOL]  # the job of that name has ended, and another one waits
+    resume(world, inside).steady()
+    assert requests(world) == [POOL, POOL]

@@ -1,0 +1,188 @@
+"""Random troubles and orders, many at once and in any order: the planner comes to rest after each, nothing is launched
+twice, and once the troubles are over everybody works again, or the run has ended.
+
+:class:`World` holds every plan against what a plan must be. Dice are thrown by seed: a number names a story.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Launch
+from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
+from rrl.manager.state import Status, gangs, workers
+from rrl.spec.jobview import JobView, Recovery
+from rrl.spec.words import Cause, NodeName, rank_of
+from rrl.tests.manager.jobs import gang_job, in_parts
+from rrl.tests.manager.test_nodes import Nodes
+from rrl.tests.manager.world import found
+
+FEW, MANY = range(12), range(12, 312)
+TROUBLES = 40
+PAUSES = (0.0, 0.3, 1.0, 3.0, 10.0, 70.0, 700.0)
+
+
+class Story(Nodes):
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.made = 0
+        job = _job(self.dice)
+        super().__init__(job, job.nodes + self.dice.choice([0, 1, 3, 5]), may=self.dice.random() < 0.7)
+        self.slow_to_stop = self.dice.choice([0.2, 3.0, 30.0])
+        self.play(at_most=20.0)
+        self.all_up()
+
+    def _launch(self, action: Launch) -> None:
+        super()._launch(action)
+        if action.node in self.dead and action.shadow is None:
+            self._later(self.state.job.limits.join, lambda: self._never_joined(action))
+
+    def _never_joined(self, action: Launch) -> None:
+        held = self.state.replica(action.life.replica)
+        if held.life == action.life and held.believed and held.status is not Status.JOINED:
+            self.record(found(action.life, "never_joined", self.now))
+
+    def fresh(self, count: int) -> None:
+        """So many nodes become free that nobody has seen."""
+        self._free += [NodeName(f"m{self.made + i}") for i in range(count)]
+        self.made += count
+        self.arrive(0)
+
+    # ── what can happen ──────────────────────────────────────────────────────────────────────────────────────────────
+    def trouble(self) -> None:
+        dice = self.dice
+        names = [name for name in self.state.nodes if name not in self.dead]
+        believed = [one.id for one in self.state.replicas.values() if one.believed]
+        what = dice.choice(_WHAT)
+        if what in ("kill", "freeze") and believed:
+            (self.kill if what == "kill" else self.freeze)(dice.choice(believed))
+        elif what == "lose" and names:
+            self.lose_node(dice.choice(names))
+        elif what == "condemn" and names:
+            self.condemn(dice.choice(names), dice.choice([Cause.GPU, Cause.PROCESS]), proof=dice.random() < 0.5)
+        elif what in ("drain", "undrain") and self.state.nodes:
+            self.order(what, dice.choice(list(self.state.nodes)))
+        elif what == "restart":
+            self.order(what, dice.choice(list(self.state.replicas)))  # type: ignore[arg-type]
+        elif what == "commit":
+            if all(one.status is Status.JOINED for one in workers(self.state) if one.role == "trainer"):
+                self.commit(self.state.step + 1)
+        elif what == "arrive":
+            self.fresh(1)
+        elif what == "manager":
+            self.die_before = self.planned + dice.randint(1, 4)
+        elif what in ("preempt", "drop", "suspend", "go on"):
+            self._allocation(what)
+        elif what == "mute" and names:
+            (self.mute.add if dice.random() < 0.5 else self.mute.discard)(dice.choice(names))
+        elif what == "refuse":
+            self.refuse_launch = {dice.choice(names)} if names and dice.random() < 0.3 else set()
+        elif what == "resume":
+            self.happen(ev.Commanded("cancel", "ada", f"c{len(self.events)}", keep=dice.random() < 0.5))
+            self.slow_to_stop = 0.2
+            self.play(at_most=3000.0)
+            assert self.over, "it does not end"
+
+    def _allocation(self, what: str) -> None:
+        held = [one for one in self.state.allocations.values() if one.running and self.held.get(one.tag)]
+        if not held:
+            return
+        one = self.dice.choice(held)
+        assert one.seen is not None
+        if what == "drop":
+            self.drop(one.tag)
+        elif what == "preempt":
+            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.seen, taken=True, left=30.0)))
+            self.play(at_most=20.0)
+            if one.tag in self.held:
+                self.drop(one.tag, AllocationState.ENDED)
+        else:
+            state = AllocationState.SUSPENDED if what == "suspend" else AllocationState.RUNNING
+            self.happen(ev.AllocationChanged(one.tag, msgspec.structs.replace(one.seen, state=state)))
+
+    def resume(self) -> None:
+        assert self.state.verdict is not None
+        self.record(ev.RunEnded(self.state.verdict.outcome, "because"))
+        self.now += self.dice.choice([1.0, 3600.0])
+        self.over = False
+        self.record(ev.Resumed("ada", f"r{len(self.events)}", self.state.job))
+        self.fresh(6)
+        self.happen(ev.ManagerStarted("login", 2))
+
+    def heal(self) -> None:
+        """All troubles are over."""
+        self.mute.clear()
+        self.refuse_launch, self.slow_to_stop = set(), 0.2
+        for one in list(self.state.allocations.values()):
+            if one.suspended and one.seen is not None:
+                seen = msgspec.structs.replace(one.seen, state=AllocationState.RUNNING)
+                self.happen(ev.AllocationChanged(one.tag, seen))
+        self.fresh(12)
+        for name in list(self.state.nodes):
+            if name not in self.dead:
+                self.happen(ev.NodeChanged(name, NodeSeen(NodeState.UP, "MIXED")))
+
+    # ── what must hold ───────────────────────────────────────────────────────────────────────────────────────────────
+    def check(self) -> None:
+        for members in gangs(self.state):
+            believed = {one.incarnation for one in members if one.believed}
+            assert believed <= {max(one.incarnation for one in members)}
+        steps = [one.step for one in self.state.replicas.values() if one.believed and one.step]
+        assert len(steps) == len(set(steps)), "one step, two that are believed to be it"
+
+    def works_but_for_the_spared(self) -> bool:
+        """In a pool, who was gone on without for want of nodes takes what others leave."""
+        rest = [one for one in workers(self.state) if one.status is Status.RETIRED]
+        assert all(one.role == "rollout" and rank_of(one.id) == 0 for one in rest)
+        others = (one for one in workers(self.state) if one not in rest)
+        return all(one.status is Status.JOINED and one.step in self.steps for one in others)
+
+
+_WHAT = (
+    *3 * ("kill", "commit"), *2 * ("freeze", "drain", "undrain", "restart", "manager", "arrive", "mute", "refuse"),
+    "lose", "condemn", "preempt", "drop", "suspend", "go on", "resume",
+)  # fmt: skip
+
+
+def _job(dice: random.Random) -> JobView:
+    recovery = Recovery(
+        policy=dice.choice(["role", "role", "role", "job", "requeue"]), per_replica=dice.choice([3, 10]),
+        per_node=dice.choice([1, 2]), whole=dice.choice([0, 2]), exclusion=dice.choice([50.0, 3600.0]),
+        window=dice.choice([60.0, 600.0]),
+    )  # fmt: skip
+    if dice.random() < 0.3:
+        return in_parts(dice.choice(["replica", "hetjob"]), rollouts=3, steps=99, recovery=recovery)
+    ranks, per_node = dice.choice([(4, 2), (3, 1), (1, 1), (5, 2)])
+    warm = dice.random() < 0.8
+    return gang_job(
+        ranks, per_node, warm=warm, standbys=dice.choice([0, 1, 2]) if warm else 0, rollouts=dice.choice([2, 3, 4]),
+        spares=dice.choice([0, 1, 2]), steps=99, recovery=recovery,
+    )  # fmt: skip
+
+
+def _told(seed: int) -> None:
+    story = Story(seed)
+    for _ in range(TROUBLES):
+        story.trouble()
+        story.play(at_most=story.dice.choice(PAUSES))
+        if story.over:
+            story.resume()
+        story.check()
+    story.heal()
+    story.play(lambda: story.over or story.works_but_for_the_spared(), at_most=8000.0)
+    assert story.over or story.works_but_for_the_spared(), {one.id: one.status for one in workers(story.state)}
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_whatever_happens_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
+    _told(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", MANY)
+def test_whatever_happens_in_many_stories_everybody_works_again_in_the_end_or_the_run_has_ended(seed: int) -> None:
+    _told(seed)

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from rrl.roles.snapshots.mapped import Mapped, lent
+from rrl.roles.snapshots.shape import Kept, SnapshotError
+from rrl.spec.words import ReplicaId
+
+KEPT = Kept(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
+
+
+@pytest.mark.parametrize("use", [lambda fd: lent(fd, KEPT), lambda fd: Mapped(fd, 8)], ids=["read", "written"])
+def test_memory_that_cannot_be_mapped_costs_the_snapshot_and_neither_the_member_nor_a_descriptor(
+    use: Callable[[int], object],
+) -> None:
+    """As under ``vm.overcommit_memory = 2``, or a limit of address space. A pipe cannot be mapped anywhere."""
+    fd, other = os.pipe()
+    os.close(other)
+    with pytest.raises(SnapshotError, match="cannot be mapped"):
+        use(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
