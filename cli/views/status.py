@@ -92,10 +92,16 @@ def standing(state: State) -> tuple[str, str]:
         return f"ending ({state.verdict.outcome.value})", _OUTCOME[state.verdict.outcome]
     if not any(allocation.running for allocation in state.allocations.values()):
         return "waiting for nodes", "yellow"
-    failing = any(finding.verdict is Verdict.FAIL for finding in state.findings.values())
+    failing = any(finding.verdict is Verdict.FAIL and not _left(state, finding) for finding in state.findings.values())
     if failing or any(replica.status not in _AT_EASE for replica in workers(state)):
         return ("recovering" if failing or state.recoveries else "starting"), "cyan"
     return "running", "green"
+
+
+def _left(state: State, finding: Finding) -> bool:
+    """About a node that is no longer used: nothing is to be recovered there."""
+    node = state.nodes.get(finding.node) if finding.node is not None else None
+    return node is not None and node.excluded is not None
 
 
 def _facts(state: State, now: float, width: int, note: str) -> RenderableType:

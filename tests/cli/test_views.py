@@ -10,7 +10,7 @@ import pytest
 from rrl.cli.asking import summary_of
 from rrl.cli.views.figures import bar, curve, folded, span, stage
 from rrl.cli.views.runs import runs_view
-from rrl.cli.views.status import one_line, status_view
+from rrl.cli.views.status import one_line, standing, status_view
 from rrl.cli.views.summary import summary_view
 from rrl.manager.actions import Exclude, Why
 from rrl.manager.events import Commanded, Decided, VersionHeld
@@ -171,3 +171,10 @@ def test_node_names_are_folded_or_at_least_listed() -> None:
     assert folded(["n3", "n1", "n2", "gpu7"]) == "gpu7,n[1-3]"
     assert folded(["n1", "odd[name"]) == "n1,odd[name"
     assert folded([]) == ""
+
+
+def test_a_run_that_works_without_a_lost_node_runs_though_that_node_is_still_lost() -> None:
+    story = node_lost()
+    assert standing(story.told())[0] == "recovering"
+    story.wait(0.2).launches("rollout/1", "n2").joins("rollout/1", "generate")
+    assert standing(story.told()) == ("running", "green")

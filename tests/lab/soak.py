@@ -43,6 +43,7 @@ STEPS = 1_000_000
 SPELL = 240.0
 """s without any fault performed, after which a run counts as stuck"""
 LIGHT = """
+first_pass = "2s"
 [recovery]
 window = "60s"
 per_replica = 30
@@ -50,15 +51,21 @@ per_node = 10
 backoff = "100ms"
 exclusion = "20s"
 breaker = 0.5
-[phases.generate]
-shortest = "6s"
-longest = "6s"
+{phases}
 [faults]
 seed = {seed}
 [[faults.random]]
-kinds = ["kill", "exit", "exception", "kill_step", "engine_dead"]
+kinds = ["kill", "exit", "exception", "kill_step"]
 every = "4s"
 amount = 3
+[[faults.random]]
+kinds = ["engine_dead"]
+target = "rollout"
+every = "30s"
+[[faults.random]]
+kinds = ["engine_dead"]
+target = "trainer"
+every = "60s"
 [[faults.random]]
 kinds = ["freeze", "slow"]
 every = "12s"
@@ -86,6 +93,9 @@ kinds = ["kill", "exit", "kill_step"]
 every = "12s"
 amount = 3
 """
+HANGS = "".join(f'[phases.{name}]\nshortest = "8s"\nlongest = "8s"\n' for name in ("generate", "train", "between",
+                "checkpoint", "publish", "score"))  # fmt: skip
+"""a hang is found in time; by default a phase may last for hours"""
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
 
 
@@ -275,7 +285,7 @@ def _records(run: RunDir, tally: Tally) -> None:
 def light(faults: int, runs: int, tally: Tally) -> None:
     for seed in range(runs):
         with tempfile.TemporaryDirectory(prefix="rrl-soak-") as folder:
-            extra = LIGHT.format(seed=seed, agent=f"agent/local{seed + 1}")
+            extra = LIGHT.format(phases=HANGS, seed=seed, agent=f"agent/local{seed + 1}")
             toml = light_job("local", STEPS, rollouts=3, spares=2, extra=extra)
             if seed % 2:
                 toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")

@@ -152,6 +152,7 @@ def test_a_crashed_nodes_replica_gets_a_job_of_its_own_from_the_manager_after_th
         slurm_lab.clear()
 
 
+@pytest.mark.long
 def test_a_manager_in_the_pool_that_is_killed_is_followed_there_and_the_pool_ends_with_the_run(
     slurm_lab: SlurmLab,
 ) -> None:

@@ -58,9 +58,8 @@ def preempt(lab: SlurmLab, node: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    ("partition", "times"), [("low", 1), pytest.param("lowest", 3, marks=pytest.mark.long)], ids=["cancel", "requeue"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("partition", "times"), [("low", 1), ("lowest", 3)], ids=["cancel", "requeue"])
 def test_a_preempted_rollout_leaves_within_its_grace_hands_over_and_comes_back_when_it_gets_a_node(
     lab: SlurmLab, partition: str, times: int
 ) -> None:
