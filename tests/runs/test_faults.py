@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from rrl.manager import events as ev
 from rrl.manager.mailbox import Letter
-from rrl.manager.state import Status
+from rrl.manager.state import State, Status
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.processes import look
 from rrl.spec.rundir import write_atomically
@@ -30,12 +31,12 @@ PLANNED = [
     ("freeze", "rollout/0", 8, ""),
     ("kill", "trajectories/0", 12, ""),
     ("out_of_memory", "rollout/1", 14, ""),
-    ("crash", "rollout/2", 18, ""),
+    ("crash", "rollout/1", 30, ""),
 ]
-STEPS = 100
-"""at a tenth of a second each, so that the run is not over before the dead agent is replaced"""
+STEPS = 140
+"""at a tenth of a second each: the run is not over before the dead agent is replaced and the dead engine found"""
 RECOVERED = {
-    "rollout/0": 2, "reward/0": 1, "rollout/2": 2, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 1,
+    "rollout/0": 2, "reward/0": 1, "rollout/2": 1, "trainer/0": 1, "trajectories/0": 1, "rollout/1": 2,
 }  # fmt: skip
 """by replica: how often it must come back from what is planned"""
 HANGS_ARE_FOUND = """
@@ -69,6 +70,10 @@ def _told(run: TestRun) -> list[ev.FaultInjected]:
     return [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.FaultInjected)]
 
 
+def _joined_again(id: ReplicaId) -> Callable[[State], bool]:
+    return lambda state: (state.replica(id).incarnation, state.replica(id).status) == (2, Status.JOINED)
+
+
 def _orders(run: TestRun) -> None:
     """What people order meanwhile: done, refused by the command, refused by the manager."""
     code, out, err = _inject(run, "freeze", "--target", "agent/local7", "--for", "300ms", "--wait")
@@ -89,7 +94,8 @@ def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp
     run.wait(lambda state: state.replica(ReplicaId("reward/0")).status is Status.JOINED)
     _orders(run)
     run.wait(lambda state: {f"f{i}" for i in range(len(PLANNED))} <= set(state.faults))
-    run.wait(lambda state: state.replica(AGENT).incarnation == 2 and state.replica(AGENT).status is Status.JOINED)
+    run.wait(_joined_again(AGENT))
+    run.wait(_joined_again(ReplicaId("rollout/2")))  # the next manager would begin anew to wait for the dead engine
     manager = json.loads((run.run.epochs / "000001").read_text())["pid"]
     assert _inject(run, "kill", "--target", "manager")[0] == 0
     run.wait(lambda state: look(manager) is None)

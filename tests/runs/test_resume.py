@@ -21,34 +21,34 @@ def _told(run: TestRun, *argv: str) -> tuple[int, str, str]:
 
 
 def test_a_cancelled_run_goes_on_from_its_last_step_and_trains_nothing_twice(tmp_path: Path) -> None:
-    run = submit_here(tmp_path, light_job("local", 9))
+    run = submit_here(tmp_path, light_job("local", 40))
     run.wait_steps(4)
     assert _told(run, "cancel", run.run.id)[0] == 0
     ended = run.wait_end()
     run.wait_gone()
-    assert (ended.outcome, ended.step < 9) == (Outcome.CANCELLED, True)
+    assert (ended.outcome, ended.step < 40) == (Outcome.CANCELLED, True)
     before = {id: one.incarnation for id, one in ended.replicas.items()}
 
     told = f"watch it with: rrl status {run.run.id} --live\n"
     assert _told(run, "resume", run.run.id) == (0, f"{run.run.id}\n", told)
     run.wait_resumed()
     state = run.wait_end()
-    assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 9, ended.run), state.why
+    assert (state.outcome, state.step, state.run) == (Outcome.COMPLETED, 40, ended.run), state.why
     assert all(state.replica(id).incarnation > before[id] for id in before if not id.startswith(("agent", "shadow")))
     run.wait_gone()
     check_sound(run.run)
     committed = [stamped.event.step for stamped in run.events() if isinstance(stamped.event, ev.StepCommitted)]
-    assert sorted(set(committed)) == list(range(1, 10))
+    assert sorted(set(committed)) == list(range(1, 41))
     summary = run.summary()
-    assert (summary["outcome"], summary["steps"]) == ("completed", 9)
+    assert (summary["outcome"], summary["steps"]) == ("completed", 40)
 
     code, _, error = _told(run, "resume", run.run.id)
     assert (code, error) == (
-        2, f"rrl: {run.run.id} is complete: its 9 steps are committed; to go on: --steps with more\n"
+        2, f"rrl: {run.run.id} is complete: its 40 steps are committed; to go on: --steps with more\n"
     )  # fmt: skip
-    assert _told(run, "resume", run.run.id, "--steps", "11", "--wait")[0] == 0
+    assert _told(run, "resume", run.run.id, "--steps", "42", "--wait")[0] == 0
     state = run.wait_end()
-    assert (state.outcome, state.step, state.job.steps) == (Outcome.COMPLETED, 11, 11)
+    assert (state.outcome, state.step, state.job.steps) == (Outcome.COMPLETED, 42, 42)
     run.wait_gone()
     check_sound(run.run)
 
