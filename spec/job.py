@@ -76,8 +76,16 @@ class TokenizerTable(Table):
 
 
 class ModelTable(Table):
-    """A small Qwen3-architecture model, built locally with random weights; nothing is downloaded."""
+    """The policy: a causal language model as Hugging Face writes it (``path``), or else a small Qwen3-architecture one,
+    built locally with random weights. Nothing is downloaded."""
 
+    path: str | None = None
+    """folder with config.json, *.safetensors and the tokenizer's files, the same on every node; a relative one starts
+    at the folder of job.toml"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of what trainer and rollouts compute with; the optimizer's own copy stays float32"""
+    chat: bool = False
+    """prompts are put into the tokenizer's chat template, as what a user said"""
     hidden_size: Annotated[int, Field(ge=1)] = 64
     """width of the residual stream"""
     intermediate_size: Annotated[int, Field(ge=1)] = 192
@@ -90,11 +98,12 @@ class ModelTable(Table):
     """divides heads (grouped-query attention)"""
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
     """width of a head; even: rotary embeddings turn pairs"""
-    max_length: Annotated[int, Field(ge=2)] = 64
-    """tokens of prompt and answer together"""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """tokens of prompt and answer together; default: 64, or what config.json of ``path`` says"""
     initializer_range: Annotated[float, Field(gt=0)] = 0.05
     """standard deviation of the initial weights (docs/sources.md, the task)"""
-    tokenizer: TokenizerTable
+    tokenizer: TokenizerTable | None = None
+    """of a model that is built here, which needs one; one in ``path`` has its own"""
 
 
 class TaskTable(Table):
@@ -134,6 +143,9 @@ class SamplingTable(Table):
     ahead: Annotated[int, Field(ge=0)] = 1
     """batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old,
     where a step takes longer than the 0.1 s in which new weights reach the rollouts"""
+    staleness: Annotated[int, Field(ge=0)] | None = None
+    """weight versions that a token may be older than the newest one when its step is bound; groups with older ones
+    are dropped; default: no limit"""
 
 
 class LimitsTable(Table):
@@ -199,14 +211,17 @@ class RecoveryTable(Table):
 class TransportTable(Table):
     """How weights travel."""
 
-    weights: Literal["auto", "ucx", "tcp"] = "auto"
-    """auto: ucx where ucxx is installed, else tcp"""
+    weights: Literal["auto", "ucx", "tcp", "nixl"] = "auto"
+    """auto: ucx where ucxx is installed, else tcp; nixl: NVIDIA's NIXL, whose wheel carries the RDMA modules"""
     chunk: Annotated[Size, Field(gt=0)] = 8 * 2**20
     """what is asked for, verified and, if need be, fetched again at a time"""
     network: Network = ""
     """where to listen: name of an interface ("ib0") or network ("10.4.0.0/16"); empty: chosen on each node"""
     chunk_deadline: Time = 5.0
-    """UCX does not notice a hung peer (measured): each chunk has a deadline of its own"""
+    """UCX does not notice a hung peer (measured): each chunk has a deadline of its own, at most this long"""
+    chain: Annotated[int, Field(ge=1)] = 8
+    """receivers of a new version that stand one behind the other, each serving the next what it already has: the
+    trainer sends each version once for each of at most two chains"""
 
 
 class Job(Table):

