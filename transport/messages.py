@@ -159,10 +159,12 @@ Up = (
 
 # ── downwards ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class Holder(Struct, frozen=True):
-    """Who has a version, and where it can be pulled."""
+    """Who serves weights, and where they can be pulled."""
 
     life: Life
     serves: str
+    holds: Version | None = None
+    """its newest complete version; it may hold one more, and be receiving the newest"""
 
 
 class Peer(Struct, frozen=True):
@@ -172,7 +174,8 @@ class Peer(Struct, frozen=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """Who is believed, and who holds the newest version, nearest first. ``seq`` orders within a manager epoch."""
+    """Who is believed, and who serves weights: the publisher first, then the receivers in the order of their names.
+    ``seq`` orders within a manager epoch."""
 
     epoch: int
     seq: int

@@ -126,20 +126,24 @@ def tmp(name: str, scratch: Scratch | Unread) -> Check:
 
 
 def ucx(name: str, found: Ucx | Unread, network: Network | Unread, python: Python | Unread) -> Check:
-    installed = isinstance(python, Unread) or any(one.startswith("ucxx") for one in python.packages)
+    """``auto`` takes ucx where ucxx is, else tcp. NIXL has a UCX of its own, with modules for RDMA."""
+    packages = {} if isinstance(python, Unread) else python.packages
+    nixl = next((f"{one} {version}" for one, version in packages.items() if one.startswith("nixl")), "")
+    beside = f"; {nixl} is installed for [transport] weights = \"nixl\"" if nixl else ""
+    fix = 'write [transport] weights = "nixl"' if nixl else None
     cards = () if isinstance(network, Unread) else network.rdma
-    if not installed:
+    if not isinstance(python, Unread) and not any(one.startswith("ucxx") for one in packages):
         told = "ucxx is not installed: weights move over plain TCP, which is as fast as UCX over TCP"
-        return warn(name, f"{told}, but this machine has {', '.join(cards)}", "pip install 'rrl-slurm[ucx]'") if cards \
-            else ok(name, told)  # fmt: skip
+        return warn(name, f"{told}, but this machine has {', '.join(cards)}{beside}", fix) if cards \
+            else ok(name, told + beside)  # fmt: skip
     if isinstance(found, Unread):
         return unknown(name, found)
     if not found.transports:
         return unknown(name, f"ucx_info of {found.of} names no transport")
     told = f"UCX {found.version} ({found.of}): {', '.join(_shown(found))}"
     if cards and not rdma(found):
-        return warn(name, f"{told}; nothing for {', '.join(cards)}")
-    return ok(name, told)
+        return warn(name, f"{told}; nothing for {', '.join(cards)}{beside}", fix)
+    return ok(name, told + beside)
 
 
 def rdma(found: Ucx) -> list[str]:

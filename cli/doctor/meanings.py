@@ -21,6 +21,10 @@ GROUPS = {
 """first part of a check's name → title"""
 
 _ADMIN = "ask the admin of the cluster"
+_RDMA = (
+    "pip install 'rrl-slurm[nixl]' and write [transport] weights = \"nixl\", or install a UCX of the system"
+    " (1.19 or newer) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/rdma.md)"
+)
 MEANINGS: dict[str, Meaning] = {
     # ── this machine
     "host.machine": Meaning(
@@ -52,7 +56,7 @@ MEANINGS: dict[str, Meaning] = {
         ""),
     "host.ucx": Meaning(
         "Which transports has the UCX that ucxx would use? The PyPI wheel of UCX has none for RDMA.",
-        "install a UCX of the system (1.19 or newer) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"),
+        _RDMA),
     "host.nvml": Meaning(
         "Does the NVIDIA driver's library answer, and which GPUs does it see?",
         "nvidia-smi shows what the driver says; then " + _ADMIN),
@@ -191,7 +195,7 @@ MEANINGS: dict[str, Meaning] = {
         "roles get TMPDIR from [roles.*] env; take a folder that every node has"),
     "node.ucx": Meaning(
         "Which transports has UCX there, and do they fit the node's RDMA cards?",
-        "install a UCX of the system (1.19 or newer) there and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"),
+        _RDMA),
     "node.gpus": Meaning(
         "Do NVML and Slurm agree about the GPUs that the job was given?",
         f"nvidia-smi on that node shows what the driver says; then {_ADMIN}"),

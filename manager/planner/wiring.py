@@ -5,8 +5,11 @@ from __future__ import annotations
 from msgspec import Struct
 
 from rrl.manager.state import State, Status, workers
-from rrl.spec.words import SHADOW, NodeName, ReplicaId, Version
+from rrl.spec.words import SHADOW, TRAINER, NodeName, ReplicaId, Version, role_of, stands_for
 from rrl.transport.messages import Holder, Peer, Peers
+from rrl.transport.weights.chains import natural
+
+_PUBLISHER = role_of(TRAINER)
 
 
 class Wiring(Struct, frozen=True):
@@ -20,14 +23,17 @@ class Wiring(Struct, frozen=True):
 
 
 def wire(state: State) -> Wiring:
-    """Every believed life, members and all; the newest version that one of them holds; its holders, the publisher
-    first; who keeps snapshots."""
+    """Every believed life, members and all; the newest version that one of them holds; who serves weights, the
+    publisher first, then the receivers in the order of their names; who keeps snapshots.
+
+    A trainer that has published nothing yet is nobody to ask, and of a gang only the first member publishes."""
     believed = [replica for replica in workers(state) if replica.believed]
     peers = {r.id: Peer(r.life, r.listens, r.status is Status.JOINED) for r in believed}
-    joined = [r for r in believed if r.status is Status.JOINED and r.serves and r.holds is not None]
-    newest = max((r.holds for r in joined if r.holds is not None), default=None)
-    holding = sorted((r for r in joined if r.holds == newest), key=lambda r: (r.role != "trainer", r.id))
-    holders = tuple(Holder(r.life, r.serves) for r in holding if r.serves)
+    serving = [r for r in believed if r.status is Status.JOINED and r.serves]
+    newest = max((r.holds for r in serving if r.holds is not None), default=None)
+    told = sorted(serving, key=lambda r: (r.role != _PUBLISHER, natural(r.id)))
+    holders = tuple(Holder(r.life, r.serves, r.holds) for r in told
+                    if r.serves and (r.holds is not None or r.role != _PUBLISHER))  # fmt: skip
     return Wiring(peers, newest, holders, _keepers(state))
 
 
@@ -36,7 +42,8 @@ def _keepers(state: State) -> dict[NodeName, str]:
     on at once."""
     trainers = {role.name for role in state.job.kind("trainer")}
     nodes = {one.node or one.prefer for one in state.replicas.values()
-             if one.role in trainers or (one.role == SHADOW and one.believed)}  # fmt: skip
+             if one.role in trainers
+             or (one.role == SHADOW and one.believed and stands_for(one.id) in trainers)}  # fmt: skip
     kept = (state.nodes[node] for node in nodes if node in state.nodes)
     return {node.name: node.keeps for node in sorted(kept, key=lambda node: node.name)
             if node.keeps and node.excluded is None}  # fmt: skip

@@ -144,6 +144,9 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("host.ucx", WARN, "nothing for mlx5_0", host(network=network(rdma=("mlx5_0",)))),
     ("host.ucx", OK, "rc_mlx5 (mlx5_0:1)", host(network=network(rdma=("mlx5_0",)), ucx=Ucx(
         "1.21.0", {"rc_mlx5": ("mlx5_0:1",)}, "the system's UCX"))),
+    ("host.ucx", WARN, 'nixl-cu12 1.5.1 is installed for [transport] weights = "nixl"', host(
+        network=network(rdma=("mlx5_0",)), python=msgspec.structs.replace(
+            findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
     ("host.ucx", UNKNOWN, "names no transport", host(ucx=Ucx("1.21.0", {}, "the system's UCX"))),
     ("host.nvml", OK, "2 x", host(nvml=Nvml("550.1", ("2 x",)))),
     ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=Unread("NVML: Driver/library version mismatch"))),

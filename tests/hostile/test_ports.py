@@ -30,7 +30,7 @@ from rrl.tests.transport.weights.source import VERSION, content
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Down, Wanted
-from rrl.transport.weights.pipe import PipeError, open_pipe
+from rrl.transport.weights.pipe import PipeError, open_pipe, package
 
 SOON = 30.0
 """s; only a broken build waits for so long"""
@@ -42,6 +42,7 @@ ROUNDS = 3
 """of the same attack: the first ones fill the pools of libraries, what counts is that one more costs nothing"""
 GROWTH = 3 * 2**20
 """bytes that an attack may leave behind: 5 % of what a manager has"""
+KINDS = ["manager", "store", "tcp", "ucx", *(["nixl"] if package("nixl") else []), "snapshots"]
 WANTED = Wanted(Life(ReplicaId("rollout/0"), 1), "tag", NodeName("n1"), 1)
 
 
@@ -61,7 +62,7 @@ class Victim:
     @property
     def weights(self) -> bool:
         """Proofs and bounds of the weight plane, which snapshots share."""
-        return self.kind in ("tcp", "ucx", "snapshots")
+        return self.kind in ("tcp", "ucx", "nixl", "snapshots")
 
     @property
     def port(self) -> tuple[str, int]:
@@ -118,13 +119,14 @@ class Victim:
                     with member(self.keys) as client:
                         await asyncio.to_thread(client.available, f"tcp://127.0.0.1:{proxy.port}")
                 elif self.weights:  # its first words are all that is the same for tcp and for ucx's door
-                    pipe = open_pipe("tcp", self.keys.secret)
+                    kind = "tcp" if self.kind == "ucx" else self.kind
+                    pipe = open_pipe(kind, self.keys.secret)
                     try:
-                        if self.kind == "tcp":
-                            await pipe.manifest(f"tcp://127.0.0.1:{proxy.port}", VERSION, SOON)
+                        if kind == self.kind:
+                            await pipe.manifest(f"{kind}://127.0.0.1:{proxy.port}", VERSION, SOON)
                         else:
                             with pytest.raises(PipeError):
-                                await pipe.manifest(f"tcp://127.0.0.1:{proxy.port}", VERSION, 0.5)
+                                await pipe.manifest(f"{kind}://127.0.0.1:{proxy.port}", VERSION, 0.5)
                     finally:
                         await pipe.close()
                 else:
@@ -150,7 +152,7 @@ async def dialling(victim: Victim, endpoint: str) -> AsyncIterator[Dialer]:
         await task
 
 
-@pytest.fixture(params=["manager", "store", "tcp", "ucx", "snapshots"], scope="module")
+@pytest.fixture(params=KINDS, scope="module")
 def victim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     """One for all tests of a kind: each leaves it as it was, or fails."""
     if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
@@ -253,8 +255,8 @@ def test_a_session_that_is_replayed_byte_for_byte_is_told_nothing_but_how_to_pro
             told += piece
         else:
             raise AssertionError("it was not cut off")
-    # weights: its nonce and proof; control: its greeting, WELCOME and ERROR
-    assert len(told) <= (64 if victim.weights else 64 + 170 + 64), told
+    # weights: its nonce and proof, in a frame over nixl; control: its greeting, WELCOME and ERROR
+    assert len(told) <= (64 + 9 * (victim.kind == "nixl") if victim.weights else 64 + 170 + 64), told
     asyncio.run(victim.serve_a_member())
 
 

@@ -1,7 +1,9 @@
 """What is said on a line, both ends, alike for every pipe: request and answer, strictly in order.
 
 A request is kind, version, offset, bytes; an answer is a status and a length, then that many bytes. Requests may be
-sent ahead of the answers. Lengths are ours in every pipe: UCX neither tells the length of a short message nor whether
+sent ahead of the answers. Who is asked for what it is still receiving says "not yet" until it has it: whoever says
+nothing at all is dead or hangs. A request that waits costs its connection, which answers one at a time, and nine bytes
+now and then. Lengths are ours in every pipe: UCX neither tells the length of a short message nor whether
 a completed send has arrived. What has arrived is known by its digest, which is the acknowledgement.
 """
 
@@ -11,23 +13,32 @@ import asyncio
 import logging
 import struct
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from rrl.spec.words import Version
 from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pipe import CONNECT_BY, Line, NotHeld, PipeError, deadline, shake_hands
-from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.store import Gone, NotYet, Unheard, WeightStore
 
 _REQUEST = struct.Struct("<BqqQQ")  # kind, version's step and incarnation, offset, bytes
 _ANSWER = struct.Struct("<BQ")  # status, bytes
 _MANIFEST, _RANGE, _BYE = 1, 2, 3
-_HERE, _NOT_HELD = 0, 1
+_HERE, _NOT_HELD, _NOT_YET = 0, 1, 2
 _MANIFEST_MAX = 64 * 2**20
 """bytes; bounds what a peer can make us allocate"""
 _SEND_BY = 30.0
 """s for one answer: who does not take it by then is cut off, so that it cannot hold an evicted version in memory"""
+NOT_YET_EVERY = 0.05
+"""s between two "not yet": several within the shortest patience of who asks (swarm.LEAST)"""
+UNHEARD_BY = 1.0
+"""s that a request for the manifest of a version waits which the holder has not heard of yet: the manager tells one
+after the other. Chunks are asked of those who have given the manifest"""
 _STRANGERS = 128
 """connections that have not proved themselves yet, at most; at a further one the oldest is dropped"""
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -82,22 +93,26 @@ class Desk:
         self.close = reception.close
 
     async def _serve(self, line: Line) -> None:
-        while await self._answer(line):
-            pass
+        try:
+            while await self._answer(line):
+                pass
+        finally:
+            self._store.left(line)
 
     async def _answer(self, line: Line) -> bool:
         request = bytearray(_REQUEST.size)
         await line.receive(memoryview(request))  # no deadline: a holder's clients may have nothing to ask for hours
         kind, step, incarnation, offset, nbytes = _REQUEST.unpack(request)
-        if kind not in (_MANIFEST, _RANGE):
-            return False
-        held = self._store.get(Version(step, incarnation))
-        if held is None:
-            body: bytes | memoryview | None = None
-        elif kind == _MANIFEST:
-            body = manifests.encode(held.manifest)
+        version = Version(step, incarnation)
+        body: bytes | memoryview | None = None
+        if kind == _MANIFEST:
+            described = await self._once_here(line, partial(self._store.manifest, version), UNHEARD_BY)
+            body = None if described is None else manifests.encode(described)
+        elif kind == _RANGE:
+            span = range(offset, offset + nbytes)
+            body = await self._once_here(line, partial(self._store.read, version, span, line), 0.0)
         else:
-            body = held.flat[offset : offset + nbytes] if offset + nbytes <= held.manifest.nbytes else None
+            return False
         with deadline(line, _SEND_BY):
             if body is None:
                 await line.send(_ANSWER.pack(_NOT_HELD, 0))
@@ -105,6 +120,25 @@ class Desk:
                 await line.send(_ANSWER.pack(_HERE, len(body)))
                 await line.send(body)
         return True
+
+    async def _once_here(self, line: Line, look: Callable[[], T], unheard_by: float) -> T | None:
+        """What is asked for, once it is here; None when it does not come, or is not heard of within so many s."""
+        now = asyncio.get_running_loop().time
+        since = now()
+        while True:
+            try:
+                return await self._store.within(NOT_YET_EVERY, look)
+            except NotYet as error:
+                if isinstance(error, Unheard) and now() >= since + unheard_by:
+                    return None
+            except Gone:
+                return None
+            with deadline(line, _SEND_BY):
+                await line.send(_ANSWER.pack(_NOT_YET, 0))
+
+
+class _NotHeld:
+    """An answer."""
 
 
 class _Call:
@@ -133,29 +167,31 @@ class _Call:
         try:
             if before is not None:
                 await asyncio.shield(before)
-            with deadline(self.line, by):
-                nbytes = await self._status(into)
-                if nbytes is not None:
-                    body = bytearray(0 if into is not None else nbytes)
-                    await self.line.receive(memoryview(body) if into is None else into)
+            body = None
+            while body is None:
+                with deadline(self.line, by):
+                    body = await self._body(into)
         except BaseException:
             self.line.abort()  # also when cancelled while waiting: the answer to come would be taken for the next one
             raise
         finally:
             done.set_result(None)
-        if nbytes is None:
+        if isinstance(body, _NotHeld):
             raise NotHeld(f"{version} is not held there")
         return body
 
-    async def _status(self, into: memoryview | None) -> int | None:
+    async def _body(self, into: memoryview | None) -> bytearray | _NotHeld | None:
+        """One answer; None: not yet."""
         head = bytearray(_ANSWER.size)
         await self.line.receive(memoryview(head))
         status, nbytes = _ANSWER.unpack(head)
-        if status == _NOT_HELD:
-            return None
+        if status in (_NOT_HELD, _NOT_YET):
+            return _NotHeld() if status == _NOT_HELD else None
         if status != _HERE or (nbytes > _MANIFEST_MAX if into is None else nbytes != into.nbytes):
             raise PipeError(f"an answer that was not asked for: status {status}, {nbytes} bytes")
-        return int(nbytes)
+        body = bytearray(0 if into is not None else nbytes)
+        await self.line.receive(memoryview(body) if into is None else into)
+        return body
 
 
 class Calls:

@@ -1,6 +1,6 @@
 """The seam of the weight plane: what a pipe can do, what a connection under it must do, and the handshake.
 
-``tcp`` and ``ucx`` differ only in their lines (:class:`Line`); what is said on a line is in
+``tcp``, ``ucx`` and ``nixl`` differ only in their lines (:class:`Line`); what is said on a line is in
 :mod:`rrl.transport.weights.calls`, written once.
 """
 
@@ -23,6 +23,13 @@ CONNECT_BY = 1.0
 """s; an attempt against a dead port sometimes hangs until its deadline (docs/sources.md, UCX)"""
 HANDSHAKE_BY = 1.0
 """s; measured p99 13.6 ms to connect and 3.3 ms for the rest. A stranger who says nothing is dropped after it"""
+_LATE = 0.05
+"""s by which a timer may be late on a busy machine; a role that computes keeps this loop waiting for longer"""
+_AGAIN = 5
+"""times that a deadline counts anew because the loop was late: then the machine is too slow for it"""
+PACKAGES = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
+"""kind of pipe → packages, one of which it needs; the extra of the same name brings it. (The package ``nixl`` only
+picks one of the two, and brings both.)"""
 _NONCE = 32
 _MAC = 32
 _DIALLED, _LISTENED = b"rrl-weights-1 dialled", b"rrl-weights-1 listened"
@@ -35,25 +42,32 @@ class PipeError(Exception):
 
 
 class NotHeld(PipeError):
-    """The other end is well but does not hold this version. The line to it is good."""
+    """The other end is well but does not hold this version, nor is it receiving it. The line to it is good."""
 
 
 class Pipe(Protocol):
-    """How weight versions move. All deadlines in seconds from the call; every failure is a PipeError."""
+    """How weight versions move. Every failure is a PipeError.
+
+    A holder that is still receiving what it is asked for says "not yet" every ``calls.NOT_YET_EVERY`` s until it has
+    verified it. ``by`` is how long (s) the other end may be silent: it counts from the moment when this answer is the
+    next one due on its connection, and anew from each "not yet". How often "not yet" is put up with is the caller's to
+    decide: it cancels.
+    """
 
     kind: str
-    """``tcp`` or ``ucx``: the scheme of the addresses"""
+    """``tcp``, ``ucx`` or ``nixl``: the scheme of the addresses"""
 
     async def serve(self, store: WeightStore, host: str) -> str:
-        """Serve what ``store`` holds complete; returns the address to be told to others: ``<kind>://host:port``."""
+        """Serve what ``store`` holds complete, and of what it receives each chunk once it is verified; returns the
+        address to be told to others: ``<kind>://host:port``."""
 
     async def manifest(self, at: str, version: Version, by: float) -> Manifest:
         """The verified manifest of a version. Raises NotHeld, PipeError (also when the manifest is not of this run)."""
 
     async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
-        """Bytes ``span`` of a version. ``into`` is never written to after this returned or raised.
+        """Bytes ``span`` of a version. ``into`` is never written to after this returned, raised or was cancelled.
 
-        ``by`` counts from the moment when this answer is the next one due on its connection. Raises NotHeld, PipeError.
+        Raises NotHeld, PipeError.
         """
 
     def hang_up(self, at: str) -> None:
@@ -85,21 +99,28 @@ class Line(Protocol):
 @contextmanager
 def deadline(line: Line, by: float) -> Generator[None]:
     """Whatever is awaited on ``line`` inside fails after ``by`` s. On any exception the line is aborted before the
-    exception leaves: only then may the caller free the buffers (docs/sources.md, UCX)."""
-    expired = False
+    exception leaves: only then may the caller free the buffers (docs/sources.md, UCX).
 
-    def expire() -> None:
-        nonlocal expired
+    A loop that stood still itself has not looked at what came meanwhile: then the time counts anew, a few times."""
+    loop = asyncio.get_running_loop()
+    expired = False
+    timer: asyncio.TimerHandle
+
+    def expire(due: float, again: int) -> None:
+        nonlocal expired, timer
+        if again and loop.time() > due + _LATE:
+            timer = loop.call_later(by, expire, loop.time() + by, again - 1)
+            return
         expired = True
         line.abort()
 
-    timer = asyncio.get_running_loop().call_later(by, expire)
+    timer = loop.call_later(by, expire, loop.time() + by, _AGAIN)
     try:
         yield
     except BaseException as error:
         line.abort()
         if expired and isinstance(error, PipeError):
-            raise PipeError(f"nothing within {by:g} s") from error
+            raise PipeError(f"nothing within {by:.3g} s") from error
         raise
     finally:
         timer.cancel()
@@ -144,22 +165,26 @@ def split_address(at: str, kind: str) -> tuple[str, int]:
 
 
 def choose(kind: str) -> tuple[str, str]:
-    """Which pipe ``auto``, ``ucx`` or ``tcp`` means here, and why. Imports nothing heavy."""
-    if kind == "tcp":
-        return "tcp", "the job asks for tcp"
-    if kind == "ucx":
-        return "ucx", "the job asks for ucx"
+    """Which pipe ``auto``, ``ucx``, ``tcp`` or ``nixl`` means here, and why. Imports nothing heavy."""
+    if kind in ("tcp", "ucx", "nixl"):
+        return kind, f"the job asks for {kind}"
     if kind != "auto":
-        raise ValueError(f'pipe {kind!r} is unknown; write "auto", "ucx" or "tcp"')
-    if importlib.util.find_spec("ucxx") is None:
+        raise ValueError(f'pipe {kind!r} is unknown; write "auto", "ucx", "tcp" or "nixl"')
+    if package("ucx") is None:
         return "tcp", "ucxx is not installed here"
     return "ucx", "ucxx is installed here"
 
 
-def open_pipe(kind: str, secret: bytes) -> Pipe:
-    """The pipe that ``kind`` (``auto``, ``ucx``, ``tcp``) means here; its ``kind`` says which, the log says why.
+def package(kind: str) -> str | None:
+    """What is installed here of what a pipe needs: its Python package, None where there is none. Imports nothing."""
+    return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)
 
-    Must be called in the loop that will use it. Raises ImportError when ``ucx`` is asked for and cannot be imported.
+
+def open_pipe(kind: str, secret: bytes) -> Pipe:
+    """The pipe that ``kind`` (``auto``, ``ucx``, ``tcp``, ``nixl``) means here; its ``kind`` says which, the log says
+    why.
+
+    Must be called in the loop that will use it. Raises ImportError when what is asked for by name is not installed.
     """
     from rrl.transport.weights.tcp import TcpPipe
     from rrl.transport.weights.ucx import UcxPipe
@@ -172,6 +197,10 @@ def open_pipe(kind: str, secret: bytes) -> Pipe:
             if kind == "ucx":
                 raise
             chosen, why = "tcp", f"ucxx does not load here: {error}"
+    if chosen == "nixl":
+        from rrl.transport.weights.nixl import NixlPipe  # needs numpy, which comes with NIXL
+
+        pipe = NixlPipe(secret)
     if chosen == "tcp":
         pipe = TcpPipe(secret)
     _log.info("weights move over %s: %s", chosen, why)

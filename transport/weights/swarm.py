@@ -1,30 +1,39 @@
-"""Pull one version from whoever holds it: chunk by chunk, each verified, several in flight.
+"""Pull one version from whoever has it or is receiving it: chunk by chunk, each verified, several in flight.
 
-A dead, hung or lying source costs the chunks that it had not delivered, and is put aside. Once everybody known has
-failed, those who did not lie get another chance: on a busy machine the only holder may have missed one deadline.
-Nothing is visible before the version is complete.
+One source at a time, the first of those named that has not failed. It is given up when it is silent for longer than is
+usual (:mod:`rrl.transport.weights.pace`), when it has been starved itself for long, when it does not hold the version,
+or when it lied; then the missing chunks are asked of the next one. Once everybody has failed, those who did not lie get
+another chance with twice the patience: on a busy machine the only holder may have missed one deadline.
+Nothing is current before the version is complete; others may have each chunk from when it is verified.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
 from collections.abc import Callable, Sequence
 
 from rrl.spec.words import Version
 from rrl.transport.messages import Holder
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pipe import NotHeld, Pipe, PipeError
+from rrl.transport.weights.pace import FIRST, Pace
+from rrl.transport.weights.pipe import Pipe, PipeError
 from rrl.transport.weights.store import Superseded, WeightStore
 
 CHUNK_BY = 10.0
-"""s for one chunk: 8 MiB at under 1 MB/s"""
+"""s of silence at most, whatever was usual: 8 MiB at under 1 MB/s"""
 PULL_BY = 120.0
 """s for a version; only reached when nobody who holds it can be reached"""
 WINDOW = 4
-"""chunks in flight per source (docs/sources.md, UCX: enough to fill a 2 Gbit/s link)"""
-SOURCES = 2
-"""sources at once; the second is only used when there is more than a window to fetch"""
+"""chunks in flight (docs/sources.md, UCX: enough to fill a 2 Gbit/s link)"""
+STARVED_BY = 3.0
+"""s for which a source may say "not yet" and nothing else. Its own source may be silent until the first patience is
+over, and the next one too, before it goes on; who stands behind it must not leave it for that"""
+_STARVED = "it only said that it is waiting itself"
+_LAST = 0.001
+"""s; a deadline is never over before it begins"""
+_MOST_PATIENT = 64
+"""times; from LEAST that is more than CHUNK_BY, which bounds it anyway"""
 _ASK_AGAIN = 0.25
 """s between two looks at who holds the version, once everybody known has failed"""
 _LARGE = 2**20
@@ -38,22 +47,27 @@ class PullFailed(Exception):
 async def pull(
     store: WeightStore,
     version: Version,
-    holders: Callable[[], Sequence[Holder]],
+    sources: Callable[[], Sequence[Holder]],
     pipe: Pipe,
     *,
     by: float = PULL_BY,
     chunk_by: float = CHUNK_BY,
     window: int = WINDOW,
-    sources: int = SOURCES,
+    starved_by: float = STARVED_BY,
+    pace: Pace | None = None,
 ) -> Manifest:
     """Bring ``version`` into ``store``, committed, and return its manifest.
 
-    ``holders`` gives who holds it, nearest first; it is asked again when all it named have failed. A cancelled or
-    failed pull leaves the verified chunks in the store: the next one for the same version goes on from there.
+    ``sources`` says whom to ask, in this order (:func:`rrl.transport.weights.chains.sources`). It is asked at the start
+    and whenever a source has been given up, and may then raise PullFailed: when a newer version is out and the source
+    of this one is gone. ``pace`` is what earlier pulls have learnt; times in seconds.
+    A cancelled or failed pull leaves the verified chunks in the store: the next one for the same version goes on from
+    there, and until then nobody else is told that the rest will come.
 
     Raises PullFailed after ``by`` s, or at once when another version is begun in the store meanwhile.
     """
-    return await _Pull(store, version, holders, pipe, by, chunk_by, window, sources).run()
+    with store.awaiting(version):
+        return await _Pull(store, version, sources, pipe, by, chunk_by, window, starved_by, pace or Pace()).run()
 
 
 class _Pull:
@@ -61,95 +75,160 @@ class _Pull:
         self,
         store: WeightStore,
         version: Version,
-        holders: Callable[[], Sequence[Holder]],
+        sources: Callable[[], Sequence[Holder]],
         pipe: Pipe,
         by: float,
         chunk_by: float,
         window: int,
-        sources: int,
+        starved_by: float,
+        pace: Pace,
     ) -> None:
         self._store = store
         self._version = version
-        self._holders = holders
+        self._sources = sources
         self._pipe = pipe
         self._by = by
         self._chunk_by = chunk_by
         self._window = window
-        self._sources = sources
-        self._end = asyncio.get_running_loop().time() + by
-        self._aside: set[Holder] = set()
-        self._liars: set[Holder] = set()
-        self._told: dict[Holder, str] = {}
-        self._missing: deque[int] = deque()
+        self._starved_by = starved_by
+        self._pace = pace
+        self._now = asyncio.get_running_loop().time
+        self._end = self._now() + by
+        self._patient = 1
+        """times the usual patience: doubled whenever everybody has failed"""
+        self._aside: set[str] = set()
+        """addresses of sources"""
+        self._liars: set[str] = set()
+        self._told: dict[str, str] = {}
+        self._missing: list[int] = []
+        """a heap: in their order, so that who stands behind us gets them in theirs"""
         self._superseded: Superseded | None = None
 
     async def run(self) -> Manifest:
         manifest = await self._manifest()
-        self._missing.extend(self._store.begin(manifest))
+        self._missing.extend(self._store.begin(manifest))  # sorted, and so a heap
         while self._missing:
-            wanted = min(self._sources, -(-len(self._missing) // self._window))
-            chosen = self._candidates()[:wanted]
-            if not chosen:
-                await self._pause()
-            await asyncio.gather(*(self._drain(manifest, holder) for holder in chosen))
+            await self._drain(manifest, await self._source())
             if self._superseded is not None:
                 raise PullFailed(str(self._superseded))
         self._store.commit(self._version)
         return manifest
 
+    async def _source(self) -> Holder:
+        """The first that has not failed. Raises PullFailed when the time is over."""
+        while True:
+            for holder in self._sources():
+                if holder.serves not in self._aside:
+                    return holder
+            if self._now() + _ASK_AGAIN > self._end:
+                told = "; ".join(f"{who}: {why}" for who, why in self._told.items())
+                raise PullFailed(f"{self._version} not complete after {self._by:g} s: {told or 'no holder was named'}")
+            await asyncio.sleep(_ASK_AGAIN)
+            self._patient = min(2 * self._patient, _MOST_PATIENT)
+            self._aside &= self._liars
+
     async def _manifest(self) -> Manifest:
         while True:
-            for holder in self._candidates():
-                try:
-                    return await self._pipe.manifest(holder.serves, self._version, self._patience())
-                except NotHeld as error:
-                    self._told[holder] = str(error)  # it may in a moment: asked again
-                except PipeError as error:
-                    self._put_aside(holder, error)
-            await self._pause()
+            holder = await self._source()
+            silent_by = self._within(min(FIRST * self._patient, self._chunk_by))
+            try:
+                async with asyncio.timeout(self._starving()):
+                    return await self._pipe.manifest(holder.serves, self._version, silent_by)
+            except TimeoutError:
+                self._put_aside(holder, _STARVED)
+            except PipeError as error:
+                self._put_aside(holder, str(error))
 
     async def _drain(self, manifest: Manifest, holder: Holder) -> None:
-        """Fetch from one holder until nothing is missing or it fails."""
-        lanes = min(self._window, len(self._missing))
-        await asyncio.gather(*(self._lane(manifest, holder) for _ in range(lanes)))
+        """Fetch from one source until nothing is missing, or it has failed and nothing is written for it any more."""
+        checks: set[asyncio.Task[None]] = set()
+        try:
+            async with asyncio.timeout(self._starving()) as starving:
+                flow = _Flow(holder, starving, checks)
+                lanes = min(self._window, len(self._missing))
+                await asyncio.gather(*(self._lane(manifest, flow) for _ in range(lanes)))
+        except TimeoutError:
+            self._put_aside(holder, _STARVED)
+        finally:
+            await asyncio.gather(*checks)
 
-    async def _lane(self, manifest: Manifest, holder: Holder) -> None:
-        while self._missing and holder not in self._aside and self._superseded is None:
-            index = self._missing.popleft()
+    async def _lane(self, manifest: Manifest, flow: _Flow) -> None:
+        """One chunk after the other; while one comes, the one before it is verified in a thread."""
+        checking: asyncio.Task[None] | None = None
+        while self._missing and flow.holder.serves not in self._aside and self._superseded is None:
+            index = heapq.heappop(self._missing)
             chunk = manifest.chunks[index]
             span = range(chunk.offset, chunk.offset + chunk.nbytes)
+            asked = self._now()
             try:
                 into = self._store.span(self._version, index)
-                await self._pipe.fetch(holder.serves, self._version, span, into, self._patience())
-                if chunk.nbytes > _LARGE:
-                    good = await asyncio.to_thread(self._store.accept, self._version, index)
-                else:
-                    good = self._store.accept(self._version, index)
-                if not good:
-                    self._pipe.hang_up(holder.serves)
-                    self._liars.add(holder)
-                    raise PipeError(f"wrong bytes in chunk {index}")
+                await self._pipe.fetch(flow.holder.serves, self._version, span, into, self._patience())
             except PipeError as error:
-                self._missing.appendleft(index)
-                self._put_aside(holder, error)
+                heapq.heappush(self._missing, index)
+                self._put_aside(flow.holder, str(error))
+                return
             except Superseded as error:
                 self._superseded = error  # a lane that is still fetching writes to memory that nobody reads
+                return
+            except BaseException:
+                heapq.heappush(self._missing, index)
+                raise
+            self._pace.took(flow.came(asked, self._now()))
+            if not flow.starving.expired():
+                flow.starving.reschedule(self._now() + self._starving())
+            if checking is not None:
+                await asyncio.wait([checking])
+            checking = asyncio.get_running_loop().create_task(self._check(index, chunk.nbytes, flow.holder))
+            flow.checks.add(checking)
+            checking.add_done_callback(flow.checks.discard)
+        if checking is not None:
+            await asyncio.wait([checking])
 
-    def _candidates(self) -> list[Holder]:
-        return [holder for holder in self._holders() if holder not in self._aside]
+    async def _check(self, index: int, nbytes: int, holder: Holder) -> None:
+        try:
+            if nbytes > _LARGE:
+                good = await asyncio.to_thread(self._store.accept, self._version, index)
+            else:
+                good = self._store.accept(self._version, index)
+        except Superseded as error:
+            self._superseded = error
+            return
+        if not good:
+            heapq.heappush(self._missing, index)
+            self._liars.add(holder.serves)
+            self._put_aside(holder, f"wrong bytes in chunk {index}")
+            self._pipe.hang_up(holder.serves)
 
-    def _put_aside(self, holder: Holder, error: PipeError) -> None:
-        if holder not in self._aside:  # the first reason: the others on its line fail because of it
-            self._told[holder] = str(error)
-            self._aside.add(holder)
+    def _put_aside(self, holder: Holder, why: str) -> None:
+        if holder.serves not in self._aside:  # the first reason: the others on its line fail because of it
+            self._told[f"{holder.life} at {holder.serves}"] = why
+            self._aside.add(holder.serves)
 
     def _patience(self) -> float:
-        return min(self._chunk_by, max(self._end - asyncio.get_running_loop().time(), 0.001))
+        """s of silence after which the source of a chunk is given up."""
+        return self._within(min(self._pace.patience() * self._patient, self._chunk_by))
 
-    async def _pause(self) -> None:
-        """Everybody has failed: wait before asking again. Raises PullFailed when the time is over."""
-        if asyncio.get_running_loop().time() + _ASK_AGAIN > self._end:
-            told = "; ".join(f"{holder.life} at {holder.serves}: {why}" for holder, why in self._told.items())
-            raise PullFailed(f"{self._version} not complete after {self._by:g} s: {told or 'no holder was named'}")
-        await asyncio.sleep(_ASK_AGAIN)
-        self._aside &= self._liars
+    def _starving(self) -> float:
+        """s of which a source may only say that it is waiting itself."""
+        return self._within(self._starved_by)
+
+    def _within(self, seconds: float) -> float:
+        """No longer than until the pull's own end."""
+        return min(seconds, max(self._end - self._now(), _LAST))
+
+
+class _Flow:
+    """What comes from one source."""
+
+    def __init__(self, holder: Holder, starving: asyncio.Timeout, checks: set[asyncio.Task[None]]) -> None:
+        self.holder = holder
+        self.starving = starving
+        """ends it, however alive the source is"""
+        self.checks = checks
+        """chunks that are being verified"""
+        self._last = 0.0
+
+    def came(self, asked: float, now: float) -> float:
+        """s that this chunk took, which was asked for at ``asked``: it may have waited for the one before it."""
+        since, self._last = max(asked, self._last), now
+        return now - since

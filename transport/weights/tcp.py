@@ -87,6 +87,7 @@ class TcpLine(asyncio.BufferedProtocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio leaves it out where we made the listener
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -123,8 +124,8 @@ class TcpLine(asyncio.BufferedProtocol):
             self._drained.set_result(None)
 
     def _alive(self) -> asyncio.Transport:
-        if self._failure is not None or self._transport is None:
-            raise PipeError(self._failure or "not connected")
+        if self._failure is not None or self._transport is None or self._transport.is_closing():
+            raise PipeError(self._failure or "not connected any more")  # asyncio tells of a failed write a turn later
         return self._transport
 
     def _fail(self, why: str) -> None:

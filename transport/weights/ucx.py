@@ -154,6 +154,8 @@ class _UcxLine:
             await request.wait()
         except Exception as error:  # ucxx raises a family of its own, RuntimeError and MemoryError
             self.abort()
+            # ucxx never lets go of a failed request's future: through it, every frame passed would keep its buffers
+            error.__traceback__ = None
             raise PipeError(f"ucx: {type(error).__name__}: {error}") from error
         except BaseException:  # cancelled
             self.abort()

@@ -1,7 +1,7 @@
 """A holder of one weight version as a process of its own, to be killed and stopped by tests.
 
-``python -m rrl.tests.transport.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES`` prints its address, serves
-:func:`content` as :data:`VERSION`, and leaves when its standard input ends.
+``python -m rrl.tests.transport.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address,
+serves :func:`content` as :data:`VERSION`, or what it pulls from UPSTREAM, and leaves when its standard input ends.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import asyncio
 import os
 import sys
 
-from rrl.spec.words import Version
+from rrl.spec.words import Life, ReplicaId, Version
+from rrl.transport.messages import Holder
 from rrl.transport.weights.manifest import Manifest, describe
-from rrl.transport.weights.pipe import open_pipe
+from rrl.transport.weights.pace import Pace
+from rrl.transport.weights.pipe import Pipe, open_pipe
 from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.swarm import pull
 
 VERSION = Version(3, 1)
+PATIENT = 30.0
+"""s"""
 
 
 def content(nbytes: int, seed: int = 0) -> memoryview:
@@ -28,14 +33,22 @@ def described(version: Version, flat: memoryview, secret: bytes, chunk_bytes: in
     return describe(version, [("w", "uint8", (flat.nbytes,), flat.nbytes)], flat, secret, chunk_bytes)
 
 
-async def _main(kind: str, secret: bytes, nbytes: int, chunk_bytes: int) -> None:
+async def _main(kind: str, secret: bytes, nbytes: int, chunk_bytes: int, upstream: str = "") -> None:
     store, flat = WeightStore(), content(nbytes)
-    store.offer(described(VERSION, flat, secret, chunk_bytes), flat)
+    if not upstream:
+        store.offer(described(VERSION, flat, secret, chunk_bytes), flat)
     pipe = open_pipe(kind, secret)
     print(await pipe.serve(store, "127.0.0.1"), flush=True)
+    pulling = asyncio.create_task(_pull(store, pipe, upstream)) if upstream else None
     await asyncio.to_thread(sys.stdin.read)
+    del pulling
     os._exit(0)
 
 
+async def _pull(store: WeightStore, pipe: Pipe, upstream: str) -> None:
+    source = Holder(Life(ReplicaId("rollout/0"), 1), upstream)
+    await pull(store, VERSION, lambda: [source], pipe, pace=Pace(PATIENT, PATIENT), starved_by=PATIENT)
+
+
 if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(_main(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]))

@@ -3,133 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import logging
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.spec.words import Version
+from rrl.tests.transport.weights.chain import Publisher, until
+from rrl.tests.transport.weights.piping import (
+    CHUNK,
+    CHUNKS,
+    SECRET,
+    SIZE,
+    SOON,
+    Run,
+    Spy,
+    calm,
+    child,
+    complete,
+    holder,
+    holding,
+    piped,
+    served,
+)
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
+from rrl.transport.weights import calls
 from rrl.transport.weights import pipe as pipes
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pipe import NotHeld, Pipe, PipeError, open_pipe
+from rrl.transport.weights.pace import Pace
+from rrl.transport.weights.pipe import NotHeld, Pipe, PipeError
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.swarm import PullFailed, pull
-
-SOON = 30.0
-SECRET = b"s" * 32
-CHUNK = 2**20
-SIZE = 12 * CHUNK + 1234
-CHUNKS = 13
-Run = Callable[[Coroutine[Any, Any, None]], None]
-
-
-@pytest.fixture(params=["tcp", "ucx"], scope="module")
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
-        pytest.skip("ucxx is not installed")
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def run(kind: str) -> Generator[Run]:
-    """Runs each test in one loop per pipe: UCX's runtime belongs to a loop and takes 1 s to stop."""
-
-    async def bounded(test: Coroutine[Any, Any, None]) -> None:
-        async with asyncio.timeout(2 * SOON):
-            await test
-
-    async def opened() -> Pipe:
-        return open_pipe(kind, SECRET)
-
-    with asyncio.Runner() as runner:
-        keeper = runner.run(opened())
-        yield lambda test: runner.run(bounded(test))
-        runner.run(keeper.close())
-
-
-@asynccontextmanager
-async def piped(kind: str, secret: bytes = SECRET) -> AsyncGenerator[Pipe]:
-    pipe = open_pipe(kind, secret)
-    try:
-        yield pipe
-    finally:
-        await pipe.close()
-
-
-def holder(at: str, name: str = "trainer/0") -> Holder:
-    return Holder(Life(ReplicaId(name), 1), at)
-
-
-@asynccontextmanager
-async def served(kind: str, store: WeightStore, secret: bytes = SECRET) -> AsyncGenerator[str]:
-    async with piped(kind, secret) as pipe:
-        yield await pipe.serve(store, "127.0.0.1")
-
-
-def holding(version: Version = VERSION, size: int = SIZE) -> WeightStore:
-    store, flat = WeightStore(), content(size)
-    store.offer(described(version, flat, SECRET, CHUNK), flat)
-    return store
-
-
-@asynccontextmanager
-async def child(kind: str, size: int = SIZE, chunk: int = CHUNK) -> AsyncGenerator[tuple[str, int]]:
-    """A source in a process of its own: its address and pid."""
-    argv = [sys.executable, "-m", "rrl.tests.transport.weights.source", kind, SECRET.hex(), str(size), str(chunk)]
-    process = await asyncio.to_thread(
-        subprocess.Popen, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        yield (await asyncio.to_thread(process.stdout.readline)).strip(), process.pid
-    finally:
-        process.kill()
-        process.communicate()
-
-
-class Spy:
-    """A pipe that counts chunks by source, and calls ``after`` at each one that came."""
-
-    def __init__(self, pipe: Pipe, after: Callable[[str, int], None] = lambda at, count: None) -> None:
-        self.kind = pipe.kind
-        self.pipe = pipe
-        self.after = after
-        self.came: dict[str, int] = {}
-        self.failed: dict[str, list[str]] = {}
-
-    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
-        try:
-            await self.pipe.fetch(at, version, span, into, by)
-        except PipeError as error:
-            self.failed.setdefault(at, []).append(str(error))
-            raise
-        self.came[at] = self.came.get(at, 0) + 1
-        self.after(at, self.came[at])
-
-    async def serve(self, store: WeightStore, host: str) -> str:
-        return await self.pipe.serve(store, host)
-
-    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
-        return await self.pipe.manifest(at, version, by)
-
-    def hang_up(self, at: str) -> None:
-        self.pipe.hang_up(at)
-
-    async def close(self) -> None:
-        await self.pipe.close()
-
-
-def complete(store: WeightStore, version: Version = VERSION, size: int = SIZE) -> bool:
-    held = store.get(version)
-    return held is not None and held.flat == content(size)
 
 
 # ── pulling ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,36 +101,39 @@ def test_a_late_joiner_pulls_from_a_rollout_that_has_pulled(kind: str, run: Run)
     run(test())
 
 
-def test_two_sources_share_a_version(kind: str, run: Run) -> None:
+def test_a_holder_that_will_hold_the_version_soon_is_waited_for(kind: str, run: Run) -> None:
     async def test() -> None:
-        mine = WeightStore()
-        async with served(kind, holding()) as a, served(kind, holding()) as b, piped(kind) as pipe:
-            spy = Spy(pipe)
-            await pull(mine, VERSION, lambda: [holder(a), holder(b)], spy, window=2, sources=2)
+        source, mine = WeightStore(), WeightStore()
+        async with served(kind, source) as at, piped(kind) as pipe:
+            with source.awaiting(VERSION):
+                pulling = asyncio.create_task(pull(mine, VERSION, lambda: [holder(at)], pipe, pace=calm()))
+                while not source._waiting:
+                    await asyncio.sleep(0.001)
+                flat = content(SIZE)
+                source.offer(described(VERSION, flat, SECRET, CHUNK), flat)
+                await pulling
             assert complete(mine)
-            assert set(spy.came) == {a, b}
-            assert sum(spy.came.values()) == CHUNKS
 
     run(test())
 
 
-def test_a_holder_that_will_hold_the_version_soon_is_asked_again(kind: str, run: Run) -> None:
+def test_a_version_that_its_holder_has_not_heard_of_is_waited_for_a_moment(
+    kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
-        source, mine = WeightStore(), WeightStore()
-        looks = 0
-
+        source, newer = holding(), Version(4, 1)
         async with served(kind, source) as at, piped(kind) as pipe:
-
-            def holders() -> Sequence[Holder]:
-                nonlocal looks
-                looks += 1
-                if looks == 2:
-                    flat = content(SIZE)
-                    source.offer(described(VERSION, flat, SECRET, CHUNK), flat)
-                return [holder(at)]
-
-            await pull(mine, VERSION, holders, pipe)
-            assert complete(mine)
+            monkeypatch.setattr(calls, "UNHEARD_BY", SOON)
+            asking = asyncio.create_task(pipe.manifest(at, newer, SOON))
+            await until(lambda: source._waiting != {})
+            flat = content(100, seed=1)
+            source.offer(described(newer, flat, SECRET, CHUNK), flat)
+            assert (await asking).version == newer
+            monkeypatch.setattr(calls, "UNHEARD_BY", 0.1)
+            with pytest.raises(NotHeld):
+                await pipe.manifest(at, Version(5, 1), SOON)
+            with pytest.raises(NotHeld):
+                await pipe.manifest(at, Version(2, 1), SOON)
 
     run(test())
 
@@ -237,10 +148,14 @@ def test_a_source_killed_in_mid_pull_costs_only_the_missing_chunks(kind: str, ru
                 if at == dying and count == 3:
                     os.kill(pid, signal.SIGKILL)
 
+            def named() -> Sequence[Holder]:
+                return [holder(dying), *([holder(other)] if spy.came.get(dying, 0) >= 3 else [])]
+
             spy = Spy(pipe, kill)
-            await pull(mine, VERSION, lambda: [holder(dying), holder(other)], spy, sources=1, window=2)
+            await pull(mine, VERSION, named, spy, window=2, pace=calm())
             assert complete(mine)
             assert 3 <= spy.came[dying] < CHUNKS
+            assert not any("nothing within" in why for why in spy.failed[dying])  # the pipe told, no deadline
             assert spy.came[dying] + spy.came[other] == CHUNKS
 
     run(test())
@@ -255,10 +170,11 @@ def test_a_stopped_source_is_left_at_the_chunks_deadline(kind: str, run: Run) ->
                 if at == stopped and count == 3:
                     os.kill(pid, signal.SIGSTOP)
 
+            def named() -> Sequence[Holder]:
+                return [holder(stopped), *([holder(other)] if spy.came.get(stopped, 0) >= 3 else [])]
+
             spy = Spy(pipe, stop)
-            await pull(
-                mine, VERSION, lambda: [holder(stopped), holder(other)], spy, sources=1, window=2, chunk_by=0.5
-            )
+            await pull(mine, VERSION, named, spy, window=2, chunk_by=0.5, pace=Pace(SOON, 0.5))
             assert complete(mine)
             assert "nothing within 0.5 s" in spy.failed[stopped]
             assert spy.came[stopped] + spy.came[other] == CHUNKS
@@ -307,6 +223,15 @@ def test_a_stopped_source_harms_nobody_who_dials_it(kind: str, run: Run) -> None
     run(test())
 
 
+async def connected(pipe: Pipe, at: str, version: Version = VERSION) -> None:
+    while True:
+        try:
+            await pipe.manifest(at, version, SOON)
+            return
+        except PipeError as error:  # on a busy machine a connection may take more than its second
+            assert "nothing within 1 s" in str(error)  # noqa: PT017
+
+
 async def stopped_halfway(pipe: Pipe, at: str, pid: int, into: memoryview) -> bool:
     """Fetch everything into `into`, stop the source on the first byte: whether the fetch was given up for it."""
     fetching = asyncio.create_task(pipe.fetch(at, VERSION, range(len(into)), into, 0.5))
@@ -326,10 +251,11 @@ def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run:
 
     async def test() -> None:
         async with child(kind, size, size) as (at, pid), piped(kind) as pipe:
-            await pipe.manifest(at, VERSION, SOON)
+            await connected(pipe, at)
             into = memoryview(bytearray(size))
             while not await stopped_halfway(pipe, at, pid, into):
                 os.kill(pid, signal.SIGCONT)  # all of it had come before the signal: try again
+                await connected(pipe, at)
                 into = memoryview(bytearray(size))
             left = bytes(into)
             assert 0 in left
@@ -362,7 +288,7 @@ def test_a_lying_source_is_refused_and_put_aside(kind: str, run: Run) -> None:
             assert 5 in mine.begin(manifest)
             assert missing < CHUNKS
             spy = Spy(pipe)
-            await pull(mine, VERSION, lambda: [holder(lies), holder(other)], spy, sources=1)
+            await pull(mine, VERSION, lambda: [holder(lies), holder(other)], spy, pace=calm())
             assert complete(mine)
             assert spy.came[lies] + spy.came[other] == missing + 1  # chunk 5 twice, nothing else
 
@@ -371,9 +297,10 @@ def test_a_lying_source_is_refused_and_put_aside(kind: str, run: Run) -> None:
 
 def test_a_pull_without_a_source_says_what_each_one_did(kind: str, run: Run) -> None:
     async def test() -> None:
-        async with served(kind, WeightStore()) as empty, piped(kind) as pipe:
+        async with served(kind, holding(Version(4, 1))) as newer, piped(kind) as pipe:
+            await connected(pipe, newer, Version(4, 1))
             with pytest.raises(PullFailed, match="not held there"):
-                await pull(WeightStore(), VERSION, lambda: [holder(empty)], pipe, by=0.3)
+                await pull(WeightStore(), VERSION, lambda: [holder(newer)], pipe, by=1.0)
             with pytest.raises(PullFailed, match=r"not an address of a"):
                 await pull(WeightStore(), VERSION, lambda: [holder("pigeon://a:1")], pipe, by=0.3)
             with pytest.raises(PullFailed, match="no holder was named"):
@@ -430,6 +357,73 @@ def test_a_cancelled_pull_harms_neither_end_and_is_gone_on_with(kind: str, run: 
             await pull(mine, VERSION, lambda: [holder(at)], spy)
             assert complete(mine)
             assert spy.came[at] <= CHUNKS - 2  # the third was in, its verification may have been cancelled
+
+    run(test())
+
+
+# ── the other end ──────────────────────────────────────────────────────────────────────────────────────────────────
+def connections(pipe: Pipe) -> int:
+    """That it serves."""
+    (_, desk), *_ = pipe._served  # type: ignore[attr-defined]
+    return len(desk.close.__self__._tasks)
+
+
+def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
+    kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "_SEND_BY", 100 * SOON)
+
+    async def test() -> None:
+        publisher = Publisher()
+        async with piped(kind) as pipe:
+            at = await pipe.serve(publisher.store, "127.0.0.1")
+            with publisher.publishing():
+                async with child(kind, upstream=at) as (_, pid):
+                    await until(lambda: publisher.store._waiting != {})  # it is there, and asks for more than there is
+                    os.kill(pid, signal.SIGSTOP)
+                    publisher.feed()
+                    os.kill(pid, signal.SIGKILL)
+                    await until(lambda: not connections(pipe))
+
+    run(test())
+
+
+def test_who_leaves_says_so_and_who_dies_does_not(kind: str, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, calls.__name__)
+
+    async def test() -> None:
+        async with piped(kind) as pipe:
+            at = await pipe.serve(holding(size=CHUNK), "127.0.0.1")
+            for leaves in (True, False):
+                async with piped(kind) as other:
+                    await connected(other, at)
+                    caplog.clear()
+                    if not leaves:
+                        other.hang_up(at)
+                await until(lambda: not connections(pipe))
+                ended = [record.message for record in caplog.records if "a weights connection ended" in record.message]
+                assert len(ended) == (0 if leaves else 1)
+
+    run(test())
+
+
+def test_a_request_that_waits_costs_its_connection_and_nothing_once_that_is_gone(kind: str, run: Run) -> None:
+    async def test() -> None:
+        publisher = Publisher()
+        async with piped(kind) as pipe:
+            at = await pipe.serve(publisher.store, "127.0.0.1")
+            with publisher.publishing():
+                async with piped(kind) as other:
+                    await connected(other, at)
+                    asking = [asyncio.create_task(other.fetch(at, VERSION, range(8), memoryview(bytearray(8)), SOON))
+                              for _ in range(100)]  # fmt: skip
+                    await until(lambda: publisher.store._waiting != {})
+                    assert len(publisher.store._waiting) == connections(pipe) == 1
+                    for task in asking:
+                        task.cancel()
+                    await asyncio.wait(asking)
+                await until(lambda: not connections(pipe))
+                assert publisher.store._waiting == {}
 
     run(test())
 

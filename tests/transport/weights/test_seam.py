@@ -6,10 +6,12 @@ import asyncio
 import importlib.util
 import sys
 import threading
+import time
 
 import pytest
 
 from rrl.spec.words import Life, ReplicaId
+from rrl.tests.transport.weights.piping import KINDS
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights import pipe as pipes
@@ -38,6 +40,10 @@ class _HungLine:
         finally:
             self.told.append("buffer free")
 
+    def come(self) -> None:
+        if self.pending is not None and not self.pending.done():
+            self.pending.set_result(None)
+
     def abort(self) -> None:
         self.told.append("aborted")
         if self.pending is not None and not self.pending.done():
@@ -51,6 +57,22 @@ def test_at_a_deadline_the_abort_comes_before_the_buffer_is_free() -> None:
             with deadline(line, 0.01):
                 await line.receive(memoryview(bytearray(1)))
         assert line.told[:2] == ["aborted", "buffer free"]
+
+    asyncio.run(test())
+
+
+def test_a_loop_that_stood_still_itself_gives_the_other_end_its_time_again() -> None:
+    async def test() -> None:
+        line, loop = _HungLine(), asyncio.get_running_loop()
+
+        def stand_still() -> None:
+            time.sleep(0.3)
+            loop.call_later(0.01, line.come)
+
+        loop.call_later(0.01, stand_still)
+        with deadline(line, 0.1):
+            await line.receive(memoryview(bytearray(1)))
+        assert line.told == ["buffer free"]
 
     asyncio.run(test())
 
@@ -69,7 +91,7 @@ def test_ucx_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("kind", ["tcp", "ucx"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,12 +113,12 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(
         await pipe.close()
 
     asyncio.run(test())
-    assert [thread.name for thread in threading.enumerate() if "UCX" in thread.name] == []
+    assert [thread.name for thread in threading.enumerate() if "UCX" in thread.name or "nixl" in thread.name] == []
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match='"auto", "ucx" or "tcp"'):
+    with pytest.raises(ValueError, match='"auto", "ucx", "tcp" or "nixl"'):
         pipes.choose("pigeon")
 
 

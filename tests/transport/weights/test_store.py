@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import threading
+from functools import partial
 
 import msgspec
 import pytest
@@ -10,10 +13,12 @@ import pytest
 from rrl.spec.words import Version
 from rrl.tests.transport.weights.source import content, described
 from rrl.transport.weights import manifest as manifests
-from rrl.transport.weights.manifest import ALIGN, Manifest, describe, layout
-from rrl.transport.weights.store import Superseded, WeightStore
+from rrl.transport.weights import store as stores
+from rrl.transport.weights.manifest import ALIGN, Describing, Manifest, describe, layout
+from rrl.transport.weights.store import Gone, NotYet, Superseded, Unheard, WeightStore
 
 SECRET = b"s" * 32
+SOON = 30.0
 V1, V2, V3 = Version(1, 1), Version(2, 1), Version(3, 1)
 
 
@@ -59,6 +64,33 @@ def test_a_manifest_of_another_run_or_version_or_with_a_changed_byte_is_refused(
         changed[place] ^= 1
         with pytest.raises(ValueError):  # noqa: PT011 (unreadable or unsigned: both are right)
             manifests.decode(changed, V1, SECRET)
+
+
+def test_digests_of_what_is_filled_are_computed_while_the_rest_still_changes() -> None:
+    flat = memoryview(bytearray(content(1000)))
+    with Describing(V1, [("w", "uint8", (1000,), 1000)], flat, SECRET, 300, threads=2) as describing:
+        describing.filled(700)
+        early = [made.result(SOON) for made in describing._digests]
+        assert early == [manifests.digest(flat[:300]), manifests.digest(flat[300:600])]
+        flat[700:] = bytes(300)
+        manifest = describing.sign()
+    assert [chunk.digest for chunk in manifest.chunks[:2]] == early
+    assert manifests.decode(manifests.encode(manifest), V1, SECRET) == manifest
+    assert manifest == describe(V1, [("w", "uint8", (1000,), 1000)], flat, SECRET, 300)
+
+
+def test_digests_are_computed_side_by_side() -> None:
+    """Each waits until the other one is under way."""
+    meeting = threading.Barrier(2)
+
+    def met(data: memoryview) -> bytes:
+        meeting.wait(SOON)
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifests, "digest", met)
+        with Describing(V1, [("w", "uint8", (600,), 600)], content(600), SECRET, 300, threads=2) as describing:
+            describing.sign()
 
 
 @pytest.mark.parametrize("change", ["gap", "short", "outside"])
@@ -152,6 +184,175 @@ def test_an_evicted_version_stays_valid_for_who_reads_it() -> None:
     assert store.get(V1) is None
     assert held is not None
     assert held.flat == flat
+
+
+# ── what others may read of it ─────────────────────────────────────────────────────────────────────────────────────
+def test_of_a_version_that_arrives_each_chunk_can_be_read_once_it_is_verified() -> None:
+    store = WeightStore()
+    manifest, flat = made(V1)
+    with store.awaiting(V1):
+        with pytest.raises(NotYet):
+            store.manifest(V1)
+        store.begin(manifest)
+        assert store.manifest(V1) == manifest
+        store.span(V1, 1)[:] = flat[300:600]
+        with pytest.raises(NotYet):
+            store.read(V1, range(300, 600), "a")
+        assert store.accept(V1, 1)
+        read = store.read(V1, range(300, 600), "a")
+        assert read == flat[300:600]
+        assert read.readonly
+        for span in (range(0, 300), range(299, 301), range(599, 601), range(0, 1000)):
+            with pytest.raises(NotYet):
+                store.read(V1, span, "a")
+        with pytest.raises(Gone):
+            store.read(V1, range(900, 1001), "a")
+
+
+def test_a_version_that_nobody_pulls_any_more_is_not_promised() -> None:
+    store = WeightStore()
+    manifest, flat = made(V1)
+    with store.awaiting(V1):
+        store.begin(manifest)
+        fill(store, manifest, flat, [0])
+    assert store.read(V1, range(300), "a") == flat[:300]
+    with pytest.raises(Gone):
+        store.read(V1, range(300, 600), "a")
+    store.offer(*made(V2))
+    store.begin(made(V3)[0])
+    for look in (partial(store.manifest, V1), partial(store.read, V1, range(300), "a")):
+        with pytest.raises(Gone):
+            look()
+
+
+def test_a_version_newer_than_all_that_is_known_may_be_on_its_way_an_older_one_is_not() -> None:
+    store = WeightStore()
+    with pytest.raises(Unheard):
+        store.manifest(V1)
+    store.offer(*made(V2))
+    with pytest.raises(Gone):
+        store.manifest(V1)
+    with pytest.raises(Unheard):
+        store.read(V3, range(1), "a")
+
+
+def test_who_waits_for_a_part_has_it_the_moment_it_is_verified_in_another_thread() -> None:
+    store = WeightStore()
+    manifest, flat = made(V1)
+
+    async def test() -> None:
+        with store.awaiting(V1):
+            store.begin(manifest)
+            waiting = [asyncio.create_task(store.within(SOON, partial(store.read, V1, range(300, 600), index)))
+                       for index in range(3)]  # fmt: skip
+            while len(store._waiting) < 3:
+                await asyncio.sleep(0)
+            await asyncio.to_thread(fill, store, manifest, flat, [0])  # not what they wait for
+            await asyncio.to_thread(fill, store, manifest, flat, [1])
+            assert await asyncio.gather(*waiting) == [flat[300:600]] * 3
+            with pytest.raises(NotYet):
+                await store.within(0.01, partial(store.read, V1, range(600, 900), 0))
+        assert store._waiting == {}
+
+    asyncio.run(asyncio.wait_for(test(), SOON))
+
+
+def test_who_waits_for_a_version_that_is_given_up_is_told() -> None:
+    store = WeightStore()
+
+    async def test() -> None:
+        with store.awaiting(V1):
+            store.begin(made(V1)[0])
+            waiting = asyncio.create_task(store.within(SOON, partial(store.read, V1, range(300), "a")))
+            while not store._waiting:
+                await asyncio.sleep(0)
+        with pytest.raises(Gone):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(test(), SOON))
+
+
+# ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_version_that_is_being_read_stays_and_the_one_after_it_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "IDLE", SOON)
+    store = WeightStore()
+    store.offer(*made(V1))
+    store.read(V1, range(300), "slow")
+    store.offer(*made(V2))
+    store.offer(*made(V3))
+    assert store.versions() == (V1, V3)
+    store.read(V1, range(300, 1000), "slow")  # it has all of it now
+    store.offer(*made(Version(4, 1)))
+    assert store.versions() == (V3, Version(4, 1))
+
+
+@pytest.mark.parametrize("why", ["left", "idle", "slow"])
+def test_a_reader_that_has_left_or_takes_too_long_keeps_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "IDLE", 0.0 if why == "idle" else SOON)
+    monkeypatch.setattr(stores, "READ_BY", 0.0 if why == "slow" else SOON)
+    store = WeightStore()
+    store.offer(*made(V1))
+    store.read(V1, range(300), "a")
+    if why == "left":
+        store.left("a")
+    store.offer(*made(V2))
+    store.offer(*made(V3))
+    assert store.versions() == (V2, V3)
+
+
+def address(flat: memoryview) -> int:
+    return id(flat.obj)
+
+
+def test_memory_of_a_version_that_was_given_up_is_used_again_unless_somebody_has_a_view_of_it() -> None:
+    store = WeightStore()
+    manifest, flat = made(V1)
+    for version in (V1, V2):
+        manifest, flat = made(version)
+        store.begin(manifest)
+        fill(store, manifest, flat, [0, 1, 2, 3])
+        store.commit(version)
+    first, second = (store.get(version) for version in (V1, V2))
+    assert first is not None
+    assert second is not None
+    pages = [address(first.flat), address(second.flat)]
+    reading, left = first.flat[10:20], bytes(first.flat)
+    del first
+    manifest, flat = made(V3)
+    store.begin(manifest)  # V1 goes, and is still being read
+    fill(store, manifest, flat, [0, 1, 2, 3])
+    assert reading == left[10:20]
+    store.commit(V3)
+    del second
+    manifest, flat = made(Version(4, 1))
+    store.begin(manifest)  # V2 goes, and nobody reads it
+    fill(store, manifest, flat, [0, 1, 2, 3])
+    held = store.commit(Version(4, 1))
+    assert address(held.flat) == pages[1]
+    assert held.flat == flat
+
+
+def test_a_publisher_writes_the_next_version_where_the_oldest_was() -> None:
+    store = WeightStore()
+    places = []
+    for step in range(1, 7):
+        manifest, flat = made(Version(step, 1))
+        into = store.memory(1000)
+        into[:] = flat
+        places.append(address(into))
+        store.offer(manifest, into)
+        held = store.current()
+        assert held is not None
+        assert held.flat == flat
+        del held, into
+    assert places == [*places[:2]] * 3
+
+
+def test_memory_of_another_size_is_not_used_again() -> None:
+    store = WeightStore()
+    for step in range(1, 4):
+        store.offer(described(Version(step, 1), content(1000 + step), SECRET, 300), store.memory(1000 + step))
+    assert store.memory(10).nbytes == 10
 
 
 def test_threads_offer_and_read_without_ever_seeing_a_third_version() -> None:

@@ -1,0 +1,171 @@
+"""Which version a rollout goes for when newer ones come, and whom it asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.roles import link as link_module
+from rrl.roles.link import Link
+from rrl.spec.words import Life, ReplicaId, Version
+from rrl.tests.lab.first import PATIENCE, lab
+from rrl.tests.transport.weights.chain import Publisher, until
+from rrl.tests.transport.weights.piping import CHUNK, SECRET, Spy, calm, holder, piped, served
+from rrl.tests.transport.weights.source import content, described
+from rrl.transport.messages import Holder, Peers
+from rrl.transport.weights import swarm
+
+ME = Life(ReplicaId("rollout/1"), 1)
+V1, V2, V3, V4 = (Version(step, 1) for step in (1, 2, 3, 4))
+TRANSPORT: dict[str, Any] = {"weights": "tcp", "chunk": CHUNK, "chunk_deadline": PATIENCE, "chain": 8}
+
+
+class Rollout:
+    """What follows, without the rest of a worker: the manager's words are put in its ear."""
+
+    def __init__(self, link: Link, spy: Spy) -> None:
+        self.link, self.spy = link, spy
+        self.held: list[Version] = []
+        link.holds = self.held.append  # type: ignore[method-assign, assignment]
+        self._seq = 0
+
+    def hear(self, newest: Version, *holders: Holder) -> None:
+        self._seq += 1
+        self.link._hear_peers(Peers(1, self._seq, {}, newest, holders))
+
+    def arrived(self, version: Version) -> int:
+        arriving = self.link.weights._arriving
+        if arriving is None or arriving.manifest.version != version:
+            return 0
+        return len(arriving.manifest.chunks) - len(arriving.missing)
+
+
+Story = Callable[[Rollout], Coroutine[Any, Any, None]]
+Play = Callable[[Story], None]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Nobody is too slow here."""
+    monkeypatch.setattr(link_module, "Pace", calm)
+    monkeypatch.setattr(swarm, "FIRST", PATIENCE)
+
+    @asynccontextmanager
+    async def following() -> AsyncGenerator[Rollout]:
+        with lab(tmp_path) as at:
+            link = Link(at.launch(replica=ME.replica), at.run, at.keys, 1.0, TRANSPORT)
+            async with piped("tcp") as pipe:
+                rollout = Rollout(link, Spy(pipe))
+                task = asyncio.create_task(link._follow(rollout.spy))
+                try:
+                    yield rollout
+                finally:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    link._loop.close()
+
+    async def run(story: Story) -> None:
+        async with asyncio.timeout(2 * PATIENCE), following() as rollout:
+            await story(rollout)
+
+    return lambda story: asyncio.run(run(story))
+
+
+def offer(publisher: Publisher, version: Version) -> None:
+    flat = content(100, seed=version.step)
+    publisher.store.offer(described(version, flat, SECRET, CHUNK), flat)
+
+
+def test_a_version_whose_source_gives_is_finished_and_then_the_newest_is_fetched(play: Play) -> None:
+    async def story(rollout: Rollout) -> None:
+        publisher = Publisher(V1)
+        async with served("tcp", publisher.store) as at:
+            with publisher.publishing():
+                publisher.feed(3)
+                rollout.hear(V1, holder(at, holds=V1))
+                await until(lambda: rollout.arrived(V1) == 3)
+                for newer in (V2, V3):
+                    offer(publisher, newer)
+                    rollout.hear(newer, holder(at, holds=newer))
+                publisher.feed()
+            await until(lambda: rollout.held == [V1, V3])
+
+    play(story)
+
+
+def test_a_version_whose_source_is_gone_is_dropped_for_the_newest(play: Play) -> None:
+    async def story(rollout: Rollout) -> None:
+        publisher, relay = Publisher(V2), Publisher(V1)
+        async with served("tcp", publisher.store) as at:
+            async with served("tcp", relay.store) as gone:
+                with relay.publishing():
+                    relay.feed(3)
+                    rollout.hear(V1, holder(at, holds=V1), holder(gone, "rollout/0", None))
+                    await until(lambda: rollout.arrived(V1) == 3)
+                    publisher.feed()
+                    rollout.hear(V2, holder(at, holds=V2), holder(gone, "rollout/0", None))
+            await until(lambda: rollout.held == [V2])
+            assert rollout.link.weights.versions() == (V2,)
+
+    play(story)
+
+
+def test_a_version_whose_source_is_gone_is_got_elsewhere_while_no_newer_one_is_out(play: Play) -> None:
+    async def story(rollout: Rollout) -> None:
+        publisher, relay = Publisher(V1), Publisher(V1)
+        async with served("tcp", publisher.store) as at:
+            async with served("tcp", relay.store) as gone:
+                with relay.publishing():
+                    relay.feed(3)
+                    rollout.hear(V1, holder(at, holds=V1), holder(gone, "rollout/0", None))
+                    await until(lambda: rollout.arrived(V1) == 3)
+                    publisher.feed()
+            await until(lambda: rollout.held == [V1])
+            assert rollout.spy.came == {gone: 3, at: 10}
+
+    play(story)
+
+
+def test_whoever_dropped_two_versions_in_a_row_asks_the_publisher_for_the_next(play: Play) -> None:
+    async def story(rollout: Rollout) -> None:
+        publisher, neighbour = Publisher(V3), Publisher(V3)
+        publisher.feed()
+        neighbour.feed()
+        async with served("tcp", publisher.store) as at, served("tcp", neighbour.store) as beside:
+            for version, newer in ((V1, V2), (V2, V3)):
+                relay = Publisher(version)
+                async with served("tcp", relay.store) as gone:
+                    with relay.publishing():
+                        relay.feed(3)
+                        rollout.hear(version, holder(at, holds=None), holder(gone, "rollout/0", None))
+                        await until(lambda version=version: rollout.arrived(version) == 3)  # type: ignore[misc]
+                        rollout.hear(newer, holder(at, holds=newer), holder(gone, "rollout/0", None))
+                if newer == V3:
+                    rollout.hear(V3, holder(at, holds=V3), holder(beside, "rollout/0", V3))
+            await until(lambda: rollout.held == [V3])
+            assert beside not in rollout.spy.came
+            assert rollout.spy.came[at] == 13
+
+    play(story)
+
+
+def test_a_version_that_died_with_its_publisher_is_dropped_for_the_one_that_others_have(play: Play) -> None:
+    async def story(rollout: Rollout) -> None:
+        neighbour = Publisher(V1)
+        neighbour.feed()
+        async with served("tcp", neighbour.store) as beside:
+            publisher = Publisher(V2)
+            async with served("tcp", publisher.store) as gone:
+                with publisher.publishing():
+                    publisher.feed(3)
+                    rollout.hear(V2, holder(gone, holds=V2))
+                    await until(lambda: rollout.arrived(V2) == 3)
+                    rollout.hear(V1, holder(beside, "rollout/0", V1))
+            await until(lambda: rollout.held == [V1])
+
+    play(story)

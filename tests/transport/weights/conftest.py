@@ -1,0 +1,43 @@
+"""What every test of the weight plane over real pipes takes: each kind of pipe, and a loop for it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+import pytest
+
+from rrl.tests.transport.weights.piping import KINDS, SECRET, SOON
+from rrl.transport.weights.pipe import Pipe, open_pipe, package
+
+collect_ignore = [] if package("nixl") else ["test_nixl.py"]
+"""where NIXL is not installed; it is by make setup"""
+
+
+collect_ignore = [] if "nixl" in KINDS else ["test_nixl.py"]
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "ucx" and importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def run(kind: str) -> Generator[Callable[[Coroutine[Any, Any, None]], None]]:
+    """Runs each test in one loop per pipe: UCX's runtime belongs to a loop and takes 1 s to stop."""
+
+    async def bounded(test: Coroutine[Any, Any, None]) -> None:
+        async with asyncio.timeout(2 * SOON):
+            await test
+
+    async def opened() -> Pipe:
+        return open_pipe(kind, SECRET)
+
+    with asyncio.Runner() as runner:
+        keeper = runner.run(opened())
+        yield lambda test: runner.run(bounded(test))
+        runner.run(keeper.close())

@@ -1,0 +1,363 @@
+"""What only the nixl pipe has: slots that are read from outside, NIXL's ports, and frames. Needs NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rrl.tests.hostile import attacks
+from rrl.tests.transport.weights.piping import CHUNK, SECRET, SIZE, SOON, calm, complete, holder, holding, piped, served
+from rrl.tests.transport.weights.source import VERSION, content, described
+from rrl.transport.weights import calls, nixl, nixl_reads
+from rrl.transport.weights import pipe as pipes
+from rrl.transport.weights.nixl import NixlPipe
+from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads, Remote
+from rrl.transport.weights.pipe import Line, PipeError, shake_hands
+from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.swarm import pull
+from rrl.transport.weights.tcp import listen
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ── reads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    """Over TCP, as between machines: within one, memory is read without its owner's doing anything."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    made = Reads()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Other:
+    """A process whose slot can be read."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        name, told, address = process.stdout.readline().split()
+        self.pid = process.pid
+        self.name, self.told, self.address = name.encode(), bytes.fromhex(told), int(address)
+
+
+@contextmanager
+def other() -> Iterator[Other]:
+    argv = [sys.executable, "-m", "rrl.tests.transport.weights.slots"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Other(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read(reads: Reads, remote: Remote, address: int) -> memoryview:
+    into = memoryview(bytearray(SLOT_BYTES))
+    reads.land(remote, address, into, Claim())
+    return into
+
+
+def refused(reads: Reads, remote: Remote, address: int) -> bool:
+    try:
+        read(reads, remote, address)
+    except PipeError as error:
+        return "nixl: " in str(error)
+    return False
+
+
+def test_a_read_that_was_given_up_keeps_its_slot_until_it_has_ended(reads: Reads) -> None:
+    with other() as stopped:
+        remote = reads.meet(stopped.name, stopped.told)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        claim, into = Claim(), memoryview(bytearray(SLOT_BYTES))
+        landing = threading.Thread(target=reads.land, args=(remote, stopped.address, into, claim))
+        landing.start()
+        until(lambda: len(reads._slots) == 1)
+        claim.give_up()
+        landing.join(SOON)
+        assert not landing.is_alive()
+        reads.leave(remote)
+        slot = reads._take()
+        assert slot is not reads._slots[0]
+        reads.give_back(slot)
+        assert reads._slots[0].view == bytes(SLOT_BYTES)
+        os.kill(stopped.pid, signal.SIGCONT)
+
+        def swept() -> bool:
+            reads._sweep()
+            return reads._slots[0] in reads._free
+
+        until(swept)
+        assert reads._slots[0].view == content(SLOT_BYTES)  # it went on, and went where nobody else looks
+        assert into == bytes(SLOT_BYTES)
+        assert reads._remotes == {}
+
+
+def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Reads) -> None:
+    for _ in range(2):
+        with other() as one:
+            remote = reads.meet(one.name, one.told)
+            assert read(reads, remote, one.address) == content(SLOT_BYTES)
+            os.kill(one.pid, signal.SIGKILL)
+            until(lambda: refused(reads, remote, one.address))  # noqa: B023 - what was on its way may still come
+            reads.leave(remote)
+            with pytest.raises(PipeError, match="NotFound"):
+                read(reads, remote, one.address)
+    assert (reads._remotes, reads._stalled, len(reads._slots)) == ({}, [], 1)
+
+
+def test_a_buffer_that_was_given_up_is_not_copied_to() -> None:
+    claim, into = Claim(), memoryview(bytearray(10))
+    claim.copy(content(10), into)
+    assert into == content(10)
+    claim.give_up()
+    claim.copy(memoryview(bytes(10)), into)
+    assert into == content(10)
+
+
+def test_who_cannot_be_reached_holds_up_nobody_else(reads: Reads) -> None:
+    far, near = Reads(), Reads()
+    try:
+        near.hear(True)
+        slot = far.fill(content(10))
+        away = reads.meet(far.name, far.told()[1])  # whatever is sent to its ports is dropped
+        claim, into = Claim(), memoryview(bytearray(10))
+        landing = threading.Thread(target=reads.land, args=(away, slot.address, into, claim))
+        landing.start()
+        slot = near.fill(content(SLOT_BYTES))
+        remote = reads.meet(near.name, near.told()[1])
+        assert read(reads, remote, slot.address) == content(SLOT_BYTES)
+        claim.give_up()
+        landing.join(SOON)
+        assert into == bytes(10)
+        for one in (away, remote):
+            reads.leave(one)
+    finally:
+        far.close()
+        near.close()
+
+
+def test_what_is_told_of_somebody_else_is_refused(reads: Reads) -> None:
+    with pytest.raises(PipeError):
+        reads.meet(b"0" * 16, b"garbage")
+    other = Reads()
+    with pytest.raises(PipeError, match="somebody else"):
+        reads.meet(b"0" * 16, other.told()[1])
+    other.close()
+
+
+# ── ports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def deaf(reads: Reads) -> bool:
+    """Nobody can connect to any port of NIXL's UCX."""
+    ports = [at for at in attacks.ports_of(os.getpid()) if at[1] in reads.ports]
+    assert ports
+    return all(attacks.deaf(at) for at in ports[:1])
+
+
+def runtime(pipe: Any) -> Reads:
+    assert isinstance(pipe, NixlPipe)
+    assert pipe._starting is not None
+    return pipe._starting.result().reads
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * SOON):
+            await test
+
+    asyncio.run(bounded())
+
+
+async def come(what: Callable[[], bool]) -> None:
+    await asyncio.to_thread(until, what)
+
+
+def test_nixls_ports_hear_only_while_a_member_connects() -> None:
+    async def test() -> None:
+        async with piped("nixl") as source, piped("nixl") as pipe:
+            at = await source.serve(holding(), "127.0.0.1")
+            reads = runtime(source)
+            assert await asyncio.to_thread(deaf, reads)
+            heard: list[bool] = []
+            hear = reads.hear
+
+            def noted(hears: bool) -> None:
+                heard.append(hears)
+                hear(hears)
+
+            reads.hear = noted  # type: ignore[method-assign]
+            await pipe.fetch(at, VERSION, range(SIZE), memoryview(bytearray(SIZE)), SOON)
+            await come(lambda: heard == [True, False] * (len(heard) // 2) and bool(heard))
+            assert await asyncio.to_thread(deaf, reads)
+
+    run(test())
+
+
+# ── lines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_what_is_asked_while_a_holder_waits_for_its_slots_is_answered_later() -> None:
+    size, chunk = 40 * CHUNK, 20 * CHUNK
+
+    async def test() -> None:
+        store, flat = WeightStore(), content(size)
+        store.offer(described(VERSION, flat, SECRET, chunk), flat)
+        async with served("nixl", store) as at, piped("nixl") as pipe:
+            parts = [memoryview(bytearray(chunk)), memoryview(bytearray(chunk)), memoryview(bytearray(7))]
+            spans = [range(chunk), range(chunk, size), range(1, 8)]
+            both = zip(spans, parts, strict=True)
+            await asyncio.gather(*(pipe.fetch(at, VERSION, span, part, SOON) for span, part in both))
+            assert parts[0] == flat[:chunk]
+            assert parts[1] == flat[chunk:]
+            assert parts[2] == flat[1:8]
+
+    assert chunk > nixl._AHEAD * SLOT_BYTES
+    run(test())
+
+
+def test_who_takes_nothing_holds_few_slots_and_gives_them_back_when_it_is_gone() -> None:
+    async def test() -> None:
+        async with piped("nixl") as source, piped("nixl") as pipe, piped("nixl") as other:
+            at = await source.serve(holding(size=20 * CHUNK), "127.0.0.1")
+            reads = runtime(source)
+            idle = await pipe._dial(at)  # type: ignore[attr-defined]
+            await shake_hands(idle, SECRET, dialled=True)
+            await idle.send(calls._REQUEST.pack(calls._RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
+            await come(lambda: len(reads._slots) == nixl._AHEAD)
+            into = memoryview(bytearray(20 * CHUNK))
+            await other.fetch(at, VERSION, range(20 * CHUNK), into, SOON)
+            assert into == content(20 * CHUNK)
+            assert len(reads._slots) <= 2 * nixl._AHEAD
+            other.hang_up(at)
+            idle.abort()
+            await come(lambda: len(reads._free) == len(reads._slots))
+
+    run(test())
+
+
+def test_a_member_gone_mad_loses_its_connection_and_nobody_else_does() -> None:
+    mad = [(nixl._READ, 0, b""), (nixl._PIECE, 10, bytes(8)), (nixl._REACH, 100, bytes(100)),
+           (nixl._BYTES, 34, bytes(34)), (9, 0, b"")]  # fmt: skip
+
+    async def test() -> None:
+        async with served("nixl", holding(size=CHUNK)) as at, piped("nixl") as pipe:
+            for frame in mad:
+                line = await pipe._dial(at)  # type: ignore[attr-defined]
+                await shake_hands(line, SECRET, dialled=True)
+                await line._write(*frame)
+                with pytest.raises(PipeError):
+                    await line.receive(memoryview(bytearray(9)))
+                line.abort()
+            mine = WeightStore()
+            await pull(mine, VERSION, lambda: [holder(at)], pipe, pace=calm())
+            assert complete(mine, size=CHUNK)
+
+    run(test())
+
+
+def test_a_holder_gone_mad_is_not_believed() -> None:
+    mad = [((nixl._REACH, 100, bytes(100)), "not signed with this run's secret"),
+           ((nixl._PIECE, 5, bytes(8)), "not due"), ((nixl._REACH, nixl._REACH_MAX + 1, b""), "not due")]  # fmt: skip
+
+    async def test() -> None:
+        async with piped("nixl") as pipe:
+            shared = await pipe._nixl()  # type: ignore[attr-defined]
+
+            async def answer(tcp: Line, frame: tuple[int, int, bytes]) -> None:
+                line = nixl._NixlLine(tcp, shared, SECRET, dialled=False)
+                await shake_hands(line, SECRET, dialled=False)
+                await line._write(*frame)
+
+            for frame, told in mad:
+                answers = []
+                meet = partial(lambda frame, tcp: answers.append(asyncio.create_task(answer(tcp, frame))), frame)  # noqa: B023
+                server, port = await listen(meet, "127.0.0.1")
+                with pytest.raises(PipeError, match=told):
+                    await pipe.fetch(f"nixl://127.0.0.1:{port}", VERSION, range(10), memoryview(bytearray(10)), SOON)
+                server.close()
+                await asyncio.gather(*answers)
+
+    run(test())
+
+
+def test_the_loop_is_free_and_the_deadline_holds_while_nixl_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, land = threading.Event(), Reads.land
+
+    def blocked(self: Reads, *args: Any) -> None:
+        released.wait(SOON)
+        land(self, *args)
+
+    async def test() -> None:
+        async with served("nixl", holding()) as at, piped("nixl") as pipe:
+            await pipe.manifest(at, VERSION, SOON)
+            monkeypatch.setattr(Reads, "land", blocked)
+            into = memoryview(bytearray(SIZE))
+            with pytest.raises(PipeError, match=r"nothing within 0\.3 s"):
+                await pipe.fetch(at, VERSION, range(SIZE), into, 0.3)
+            released.set()
+            monkeypatch.undo()
+            again = memoryview(bytearray(SIZE))
+            await pipe.fetch(at, VERSION, range(SIZE), again, SOON)
+            assert again == content(SIZE)
+            assert into == bytes(SIZE)
+
+    run(test())
+
+
+def test_connections_that_come_and_go_leave_nothing() -> None:
+    async def test() -> None:
+        async with piped("nixl") as source, piped("nixl") as pipe:
+            at = await source.serve(holding(size=CHUNK), "127.0.0.1")
+            into = memoryview(bytearray(CHUNK))
+
+            async def pass_by() -> None:
+                await pipe.fetch(at, VERSION, range(CHUNK), into, SOON)
+                pipe.hang_up(at)
+                await come(lambda: not runtime(pipe)._remotes)
+
+            for _ in range(5):
+                await pass_by()
+            before = attacks.Footprint.of(os.getpid())
+            for _ in range(30):
+                await pass_by()
+            await come(lambda: attacks.Footprint.of(os.getpid()).descriptors <= before.descriptors + 2)
+            assert len(runtime(source)._slots) <= 2
+            assert len(runtime(pipe)._slots) == 1
+
+    run(test())
+
+
+def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "pigeons")
+
+    async def test() -> None:
+        async with piped("nixl") as pipe:
+            with pytest.raises(PipeError, match="UCX_TLS=pigeons"):
+                await pipe.serve(WeightStore(), "127.0.0.1")
+
+    run(test())
+
+
+def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pipes.PACKAGES, "nixl", ("no_such_package",))
+    with pytest.raises(ImportError, match=r"rrl-slurm\[nixl\]"):
+        pipes.open_pipe("nixl", SECRET)
+    with pytest.raises(ImportError, match=r"rrl-slurm\[nixl\]"):
+        nixl_reads.Reads()
+    assert pipes.choose("auto")[0] != "nixl"

@@ -1,0 +1,308 @@
+"""Receivers that stand in a chain, over every pipe: who gives what to whom, and what a bad one among them costs.
+
+The publisher is fed chunk by chunk, so that each fault comes at a known place: some chunks have passed, others not yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack
+
+import pytest
+
+from rrl.spec.words import Version
+from rrl.tests.transport.weights.chain import Liar, Publisher, Receiver, Silent, receiver, receiver_apart, until
+from rrl.tests.transport.weights.piping import CHUNK, CHUNKS, SECRET, SOON, Run, calm, complete, holder, served
+from rrl.tests.transport.weights.source import VERSION, content, described
+from rrl.transport.messages import Holder
+from rrl.transport.weights import pipe as pipes
+from rrl.transport.weights import swarm, tcp, ucx
+from rrl.transport.weights.manifest import Manifest
+from rrl.transport.weights.pace import Pace
+from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.swarm import PullFailed
+
+HALF = 5
+"""chunks that pass before something happens"""
+NEWER = Version(4, 1)
+
+
+@pytest.fixture(autouse=True)
+def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
+    for module, name in ((pipes, "HANDSHAKE_BY"), (tcp, "CONNECT_BY"), (ucx, "CONNECT_BY"), (ucx, "_LET_IN_BY"),
+                         (swarm, "FIRST")):  # fmt: skip
+        monkeypatch.setattr(module, name, SOON)
+
+
+def quick() -> Pace:
+    """Half a second of silence is enough, once a connection is there."""
+    return Pace(SOON, 0.5)
+
+
+class Chain:
+    """A publisher and three receivers, the middle one of which is the test's affair."""
+
+    def __init__(self, publisher: Publisher, at: Holder, first: Receiver, last: Receiver) -> None:
+        self.publisher, self.at, self.first, self.last = publisher, at, first, last
+        self.middle = holder("", "rollout/1", None)
+        self.named = True
+        """somebody has heard of the middle one"""
+        self._begun = False
+
+    def holders(self) -> list[Holder]:
+        return [self.at, self.first.holder, *([self.middle] if self.named else []), self.last.holder]
+
+    def _heard(self) -> list[Holder]:
+        """By the last one: before it has begun it knows nobody else, however long a connection takes."""
+        return self.holders() if self._begun or not self.named else [self.middle]
+
+    async def half(self, stack: AsyncExitStack, last: Pace) -> tuple[asyncio.Task[Manifest], asyncio.Task[Manifest]]:
+        """Some chunks have come to the last one, past all the others."""
+        stack.enter_context(self.publisher.publishing())
+        self.publisher.feed(HALF)
+        first = asyncio.create_task(self.first.pull(self.holders, pace=calm(), starved_by=SOON))
+        pulling = asyncio.create_task(self.last.pull(self._heard, pace=last, starved_by=SOON))
+        await until(lambda: self.last.verified() == HALF)
+        self._begun = True
+        return first, pulling
+
+    async def rest(self, first: asyncio.Task[Manifest], last: asyncio.Task[Manifest]) -> None:
+        """The publisher goes on; both get everything, and each chunk left the publisher once."""
+        self.publisher.feed()
+        await asyncio.gather(first, last)
+        assert complete(self.first.store)
+        assert complete(self.last.store)
+        assert self.first.came(self.at) == CHUNKS
+        assert self.last.came(self.at) == 0
+
+
+async def chained(kind: str, stack: AsyncExitStack) -> Chain:
+    publisher = Publisher()
+    at = await stack.enter_async_context(served(kind, publisher.store))
+    first = await stack.enter_async_context(receiver(kind, 0))
+    last = await stack.enter_async_context(receiver(kind, 2))
+    return Chain(publisher, holder(at, holds=VERSION), first, last)
+
+
+# ── a chain that works ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_chunks_pass_down_the_chain_while_the_version_is_still_coming_in(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            middle = await stack.enter_async_context(receiver(kind, 1))
+            chain.middle = middle.holder
+            passing = asyncio.create_task(middle.pull(lambda: [chain.first.holder], pace=calm(), starved_by=SOON))
+            first, last = await chain.half(stack, calm())
+            assert [one.store.current() for one in (chain.first, middle, chain.last)] == [None] * 3
+            await chain.rest(first, last)
+            await passing
+            assert complete(middle.store)
+            assert middle.came(chain.first.holder) == chain.last.came(chain.middle) == CHUNKS
+
+    run(test())
+
+
+def test_who_comes_late_takes_nothing_from_the_publisher(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            chain.named = False
+            chain.publisher.feed()
+            await chain.first.pull(chain.holders, pace=calm())
+            chain.first.holder = holder(chain.first.holder.serves, chain.first.name, VERSION)
+            for index, store in ((0, WeightStore()), (5, WeightStore())):
+                late = await stack.enter_async_context(receiver(kind, index, store))
+                others = [chain.at, holder(chain.first.holder.serves, "rollout/1", VERSION)]
+                asked: list[str] = []
+                manifest = late.spy.pipe.manifest
+
+                async def noted(
+                    at: str, version: Version, by: float, asked: list[str] = asked, ask: object = manifest
+                ) -> Manifest:
+                    asked.append(at)
+                    return await ask(at, version, by)  # type: ignore[operator, no-any-return]
+
+                late.spy.pipe.manifest = noted  # type: ignore[method-assign]
+                await late.pull(lambda others=others: others, pace=calm())  # type: ignore[misc]
+                assert complete(late.store)
+                assert set(late.spy.came) == {chain.first.holder.serves} == set(asked)
+
+    run(test())
+
+
+def test_a_source_that_is_itself_waiting_is_not_taken_for_a_hung_one(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            chain.named = False
+            said = 0
+            within = chain.first.store.within
+
+            async def counted(by: float, look: object) -> object:
+                nonlocal said
+                try:
+                    return await within(by, look)  # type: ignore[arg-type]
+                finally:
+                    said += 1
+
+            chain.first.store.within = counted  # type: ignore[method-assign, assignment]
+            first, last = await chain.half(stack, Pace(SOON, 1.0))
+            before = said
+            await until(lambda: said > before + 30)  # 1.5 s of "not yet"
+            await chain.rest(first, last)
+            assert chain.last.spy.failed == {}
+
+    run(test())
+
+
+# ── one that does not ──────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_when_the_middle_one_dies_or_hangs_the_next_asks_the_one_before_it(
+    kind: str, run: Run, fault: signal.Signals
+) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            source = chain.first.holder
+            chain.middle, pid = await stack.enter_async_context(receiver_apart(kind, 1, source))
+            first, last = await chain.half(stack, quick())
+            assert chain.last.came(chain.middle) == HALF
+            os.kill(pid, fault)
+            await chain.rest(first, last)
+            assert chain.last.came(chain.middle) + chain.last.came(source) == CHUNKS
+
+    run(test())
+
+
+def test_when_the_middle_one_lies_its_chunks_are_fetched_again_and_it_is_asked_no_more(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            liar = await stack.enter_async_context(receiver(kind, 1, Liar(HALF * CHUNK)))
+            chain.middle = liar.holder
+            passing = asyncio.create_task(liar.pull(chain.holders, pace=calm(), starved_by=SOON))
+            first, last = await chain.half(stack, calm())
+            await chain.rest(first, last)
+            await passing
+            wrong = chain.last.came(liar.holder) - HALF
+            assert 1 <= wrong <= 8  # what was in flight, or being verified
+            assert chain.last.came(chain.first.holder) == CHUNKS - HALF
+
+    run(test())
+
+
+def test_when_the_middle_one_falls_silent_it_is_left(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            silent = await stack.enter_async_context(receiver(kind, 1, Silent(HALF * CHUNK)))
+            chain.middle = silent.holder
+            passing = asyncio.create_task(silent.pull(chain.holders, pace=calm(), starved_by=SOON))
+            first, last = await chain.half(stack, quick())
+            await chain.rest(first, last)
+            await passing
+            assert chain.last.came(silent.holder) == HALF
+            assert chain.last.came(chain.first.holder) == CHUNKS - HALF
+            assert chain.last.spy.failed[silent.holder.serves][0].startswith("nothing within")
+
+    run(test())
+
+
+def test_a_source_that_only_ever_says_not_yet_is_left(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            starved = await stack.enter_async_context(receiver(kind, 1))
+            chain.middle = starved.holder
+            stack.enter_context(starved.store.awaiting(VERSION))
+            starved.store.begin(chain.publisher.manifest)
+            chain.publisher.feed()
+            await chain.first.pull(chain.holders, pace=calm())
+            await chain.last.pull(chain.holders, pace=calm(), starved_by=0.3)
+            assert complete(chain.last.store)
+            assert chain.last.came(chain.first.holder) == CHUNKS
+
+    run(test())
+
+
+def test_when_the_first_one_is_gone_the_next_asks_the_publisher(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            source = holder(chain.at.serves)
+            chain.named = False
+            chain.publisher.feed()
+            async with receiver_apart(kind, 0, source) as (gone, _):
+                pass
+            chain.first.holder = gone
+            await chain.last.pull(chain.holders, pace=calm())
+            assert complete(chain.last.store)
+            assert chain.last.came(chain.at) == CHUNKS
+
+    run(test())
+
+
+def test_without_a_publisher_those_who_have_the_version_serve_it(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            chain.named = False
+            chain.publisher.feed()
+            await chain.first.pull(chain.holders, pace=calm())
+            having = holder(chain.first.holder.serves, "rollout/7", VERSION)
+            await chain.last.pull(lambda: [having], pace=calm())
+            assert complete(chain.last.store)
+
+    run(test())
+
+
+# ── newer versions ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_what_is_half_received_is_finished_though_a_newer_version_is_out(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            chain.named = False
+            first, last = await chain.half(stack, calm())
+            flat = content(100, seed=1)
+            chain.publisher.store.offer(described(NEWER, flat, SECRET, CHUNK), flat)
+            await chain.rest(first, last)
+
+    run(test())
+
+
+def test_whoever_drops_a_version_tells_those_who_wait_for_it(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with AsyncExitStack() as stack:
+            chain = await chained(kind, stack)
+            chain.named = False
+            superseded = False
+
+            def holders() -> list[Holder]:
+                if superseded:
+                    raise PullFailed("a newer version is out")
+                return chain.holders()
+
+            stack.enter_context(chain.publisher.publishing())
+            chain.publisher.feed(HALF)
+            first = asyncio.create_task(chain.first.pull(holders, pace=calm(), starved_by=SOON))
+            last = asyncio.create_task(chain.last.pull(holders, pace=calm(), starved_by=SOON))
+            await until(lambda: chain.last.verified() == HALF)
+            superseded = True
+            flat = content(100, seed=1)
+            chain.publisher.store.discard(VERSION)
+            for pulling in (first, last):
+                with pytest.raises(PullFailed, match="a newer version is out"):
+                    await pulling
+            chain.publisher.store.offer(described(NEWER, flat, SECRET, CHUNK), flat)
+            superseded = False
+            await asyncio.gather(*(one.pull(chain.holders, version=NEWER) for one in (chain.first, chain.last)))
+            for one in (chain.first, chain.last):
+                held = one.store.current()
+                assert held is not None
+                assert held.flat == flat
+                assert one.store.versions() == (NEWER,)
+
+    run(test())

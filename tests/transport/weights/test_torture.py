@@ -1,0 +1,69 @@
+"""Random kills, freezes and restarts of sources and receivers while versions flow."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import mmap
+import os
+import signal
+
+import pytest
+
+from rrl.tests.transport.weights.piping import SOON, Run, child, piped
+from rrl.tests.transport.weights.source import VERSION
+from rrl.tests.transport.weights.torture import Tally, torture
+from rrl.transport.weights.pipe import Pipe, PipeError
+
+_MEMORY = 12 * 2**20
+"""bytes: two versions. One that is leaked for every twentieth fault is more in the long test"""
+_DESCRIPTORS = 24
+"""a connection or two to and from each of the others, each a few"""
+_THREADS = (os.cpu_count() or 1) + 4
+"""asyncio's pool, if it was not full yet"""
+
+
+def check(tally: Tally, faults: int) -> None:
+    assert tally.faults.total() == faults
+    assert tally.wrong == []
+    assert tally.commits > faults / 4, tally
+    assert all(len(looks) >= 2 for looks in tally.usage.values())
+    grown = tally.growth()
+    assert grown.anonymous < _MEMORY, tally.usage
+    assert grown.descriptors < _DESCRIPTORS, tally.usage
+    assert grown.threads <= _THREADS, tally.usage
+
+
+def test_what_is_committed_is_right_whoever_is_killed_stopped_or_restarted(kind: str) -> None:
+    check(asyncio.run(torture(kind, 15, seed=1)), 15)
+
+
+async def broken_off(kind: str, pipe: Pipe, pages: mmap.mmap) -> bool:
+    """The source dies in the middle of a fetch into these pages; False when it was too late for that."""
+    into = memoryview(pages)
+    async with child(kind, len(pages), len(pages)) as (at, pid):
+        await pipe.manifest(at, VERSION, SOON)
+        fetching = asyncio.create_task(pipe.fetch(at, VERSION, range(len(pages)), into, SOON))
+        while into[0] == 0:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait([fetching])
+        return isinstance(fetching.exception(), PipeError)
+
+
+def test_a_fetch_that_broke_off_lets_go_of_its_buffer(kind: str, run: Run) -> None:
+    async def test() -> None:
+        async with piped(kind) as pipe:
+            pages = mmap.mmap(-1, 64 * 2**20)
+            while not await broken_off(kind, pipe, pages):
+                pages = mmap.mmap(-1, 64 * 2**20)
+            gc.collect()
+            pages.close()  # BufferError while anybody has a view of them
+
+    run(test())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_hundreds_of_faults_leave_right_versions_and_nothing_else(kind: str) -> None:
+    check(asyncio.run(torture(kind, 250, seed=2)), 250)
