@@ -14,6 +14,7 @@ from rrl.cli.check import asked, planned, tell
 from rrl.cli.status import manager_gone
 from rrl.cli.submit import report, watched
 from rrl.manager import submit as starting
+from rrl.manager.journal import JournalError
 from rrl.manager.state import State
 from rrl.spec.job import Job
 from rrl.spec.load import load_job, resolved
@@ -35,14 +36,15 @@ def resume(
     state = read(run)
     _check_ended(run, state)
     assert state is not None
+    assert state.ended is not None
     job, text, source = _job(run, changed, steps, walltime)
     _check_fits(run, state, job, changed)
     planned(job, source)
     warnings, _ = asked(job, source, False)
     tell(warnings)
     try:
-        warning = starting.resume(run, job, text, source)
-    except (OSError, RuntimeError) as error:
+        warning = starting.resume(run, job, text, source, state.ended)
+    except (OSError, RuntimeError, JournalError) as error:
         raise Failed(f"{run.id} could not be resumed: {error}") from None
     tell([warning] if warning else [])
     return watched(run, json, state.seq) if wait else report(run, json)
@@ -62,7 +64,7 @@ def _job(run: RunDir, changed: Path | None, steps: int | None, walltime: str | N
     if changed is None and not run.job_toml.exists():
         raise BadInput(f"{run.job_toml}: no such file; name the job spec that it was a copy of with --job")
     path = changed or run.job_toml
-    job, text = load_job(path), path.read_bytes()
+    job, text = load_job(path, source.parent), path.read_bytes()
     if steps is None and walltime is None:
         return job, text, source
     if steps is not None:
@@ -106,6 +108,9 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
     for key in FIXED:
         if not _same(_at(before, key), _at(after, key)):
             raise BadInput(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
+    if not _at(before, "roles.trainer").get("kl") and _at(after, "roles.trainer.kl"):
+        raise BadInput(f"{changed}: roles.trainer.kl is 0 in {run.id}, which has kept no initial model to stay near; to"
+                       " change it start a new run")  # fmt: skip
 
 
 def _at(job: dict[str, Any], key: str) -> Any:

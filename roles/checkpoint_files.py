@@ -13,8 +13,17 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 Digest = dict[str, Any]
 """Of one file, as a manifest names it: ``{"sha256": hex, "bytes": n}``."""
+
+
+class Kept(Struct, frozen=True):
+    """What :func:`describe` gives, of files that no commit names."""
+
+    folder: str
+    files: dict[str, Digest]
 
 
 class DamagedCheckpoint(Exception):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rrl
 from rrl.roles.tasks import Task, load_task
-from rrl.roles.tokenizer import Tokenizer
+from rrl.roles.tokenizer import Tokenizer, open_tokenizer
 from rrl.roles.trajectories.types import Score, ToScore
 
 
@@ -53,7 +53,7 @@ class Scorer:
 
 def main() -> None:
     with rrl.join() as me:
-        tokenizer = Tokenizer(me.job["model"]["tokenizer"])
+        tokenizer = open_tokenizer(me.job["model"])
         task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
         scorer = Scorer(task, tokenizer)
         for work in me.scoring(at_most=me.settings["lease"]):

@@ -1,7 +1,7 @@
 """torch tensors as bytes and back. The weight plane moves bytes and knows no torch; this is where the two meet.
 
 A tensor travels as its elements in row-major order, in this machine's byte order, whatever its dtype: nothing is
-converted on the way. A tied tensor travels under each of its names, so that nobody at the other end need know of ties.
+converted on the way. A tied tensor travels once, under its first name, as in Hugging Face's files.
 """
 
 from __future__ import annotations

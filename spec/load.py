@@ -11,6 +11,7 @@ import datetime
 import difflib
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rrl.spec.job import Job
+from rrl.spec.model_folder import SHAPE, max_length
 from rrl.spec.toml_lines import Path as KeyPath
 from rrl.spec.toml_lines import lines_of, nearest_line
 
@@ -36,15 +38,17 @@ class SpecError(Exception):
     """The job spec is wrong; the text has one line for each mistake: file, line, key, what is wrong, what is right."""
 
 
-def load_job(path: Path) -> Job:
-    """Read and validate a job.toml. Raises SpecError and nothing else, whatever the file is."""
+def load_job(path: Path, folder: Path | None = None) -> Job:
+    """Read and validate a job.toml. Raises SpecError and nothing else, whatever the file is.
+
+    ``folder``: where a relative path of a model in it starts, as commands do; default: where the file lies."""
     text = _read(path)
     try:
         data = tomllib.loads(text)
         complaints = list(_unsuitable(data, ()))
         if not complaints:
             try:
-                return Job.model_validate(data)
+                return _placed(Job.model_validate(data), folder or path.parent)
             except ValidationError as error:
                 complaints = list(_translated(error, data))
         lines = lines_of(text)
@@ -62,7 +66,19 @@ def resolved(job: Job) -> dict[str, Any]:
     for role in job.view("python").roles:
         table, name = job.table_of(role.name)
         filled[table][name]["min_replicas"] = role.min_replicas
+    if job.model is not None and job.model.path is None:
+        filled["model"]["max_length"] = max_length(filled["model"])
+    elif job.model is not None:
+        filled["model"] = {key: value for key, value in filled["model"].items() if key not in SHAPE}
     return filled
+
+
+def _placed(job: Job, folder: Path) -> Job:
+    """A model's path as whoever reads it in another folder, or on another node, finds it too."""
+    if job.model is None or job.model.path is None:
+        return job
+    place = Path(os.path.abspath(folder / Path(job.model.path).expanduser()))  # a link in it stays one
+    return job.model_copy(update={"model": job.model.model_copy(update={"path": str(place)})})
 
 
 # ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────

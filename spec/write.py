@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from rrl.spec.job import Job
 from rrl.spec.job_view import POOL
+from rrl.spec.model_folder import SHAPE
 from rrl.spec.units import DURATION, SIZE, duration_text, size_text
 
 
@@ -24,8 +25,12 @@ def as_toml(job: Job) -> str:
     }
     built_in = {name: role for name, role in roles.items() if name not in job.commands}
     cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})
+    model = job.model
+    if model is not None and model.path is not None:  # its config.json has them; they would be refused beside path
+        model = model.model_copy(update=dict.fromkeys(SHAPE))
     filled = job.model_copy(update={
         "cluster": cluster,
+        "model": model,
         "roles": job.roles.model_copy(update=built_in) if built_in else None,
         "commands": {name: roles[name] for name in job.commands},
     })  # fmt: skip

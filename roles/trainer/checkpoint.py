@@ -16,16 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from rrl.roles.checkpoint_files import DamagedCheckpoint, Digest, digest_of, incarnation_of, make_durable, verified
+from rrl.roles.checkpoint_files import (
+    DamagedCheckpoint,
+    Digest,
+    Kept,
+    digest_of,
+    incarnation_of,
+    make_durable,
+    verified,
+)
+from rrl.roles.model import weights
 from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.layout import shard_of
 from rrl.roles.trainer.learner import Learner
 from rrl.spec.rundir import RunDir
 
@@ -61,6 +72,8 @@ class Checkpoints:
         self._gang = gang or Gang()
         self._committed: tuple[str, ...] = ()
         """names of the folders of the last commits, the newest last"""
+        self._reference = ""
+        """name of the folder of the reference's weights, if there is one"""
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], rest: bytes) -> Written:
         """All members together: their ``tensors`` (host copies of their shards of ``like``) and their ``rest``, into
@@ -122,6 +135,37 @@ class Checkpoints:
         learner.resume((folder / _rest_file(gang.rank if same else 0)).read_bytes(), chance=same or gang.rank == 0)
         self._committed = (*about.before, folder.name)
 
+    def keep_reference(self, folder: Path, model: nn.Module, dtype: torch.dtype) -> Kept:
+        """All members together: write the weights of ``model``, as they are now but in ``dtype``, into ``folder``,
+        which is fresh, for every later life. Durable when it returns. Raises OSError."""
+        gang = self._gang
+        state = {
+            name: self._as_whole(shard_of(tensor).to("cpu", dtype), tensor) for name, tensor in weights(model).items()
+        }
+        writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
+        save(state, storage_writer=writer, process_group=gang.files, no_dist=gang.world == 1)
+        made = sorted(folder.glob(f"__{gang.rank}_*.distcp")) + ([folder / _METADATA] if gang.rank == 0 else [])
+        make_durable(made)
+        mine = {path.name: digest_of(path) for path in made}
+        self._reference = folder.name
+        files = {name: digest for each in gang.gather(mine) for name, digest in each.items()}
+        return Kept(folder.relative_to(self._run_dir.path).as_posix(), files)
+
+    def read_reference(self, kept: Kept, model: nn.Module) -> None:
+        """Into ``model``, by however many members it was written. Raises DamagedCheckpoint, in all members."""
+        gang, damage = self._gang, ""
+        try:
+            names = sorted(kept.files)
+            mine = {*names[gang.rank :: gang.world], _METADATA}
+            verified(self._run_dir.path, {"folder": kept.folder, "files": kept.files}, only=mine)
+        except DamagedCheckpoint as error:
+            damage = f"the reference of kl: {error}"
+        if damage := next(filter(None, gang.gather(damage)), ""):
+            raise DamagedCheckpoint(damage)
+        folder = self._run_dir.path / kept.folder
+        load(weights(model), storage_reader=FileSystemReader(folder), process_group=gang.talk, no_dist=gang.world == 1)
+        self._reference = folder.name
+
     def known(self, manifest: dict[str, Any]) -> None:
         """This is the newest commit, though the state came from elsewhere: a snapshot helps over a damaged one."""
         folder = self._run_dir.path / manifest["folder"]
@@ -139,14 +183,15 @@ class Checkpoints:
         self.remove_garbage()
 
     def remove_garbage(self) -> None:
-        """Remove every checkpoint of this life and earlier ones that is not among the last commits.
+        """Remove every checkpoint of this life and earlier ones that is not among the last commits, nor the reference.
 
         Call it only with nothing written and not yet committed. Folders of *later* lives are left alone, so that a
         fenced trainer that wakes up late cannot harm its successor.
         """
+        kept = (*self._committed, self._reference)
         for folder in self._run_dir.checkpoints.iterdir():
             made_by = incarnation_of(folder.name)
-            if made_by is not None and made_by <= self._incarnation and folder.name not in self._committed:
+            if made_by is not None and made_by <= self._incarnation and folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)  # garbage that resists must not end the training
 
 

@@ -22,14 +22,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import rrl
 from rrl.roles.link import Stopping
+from rrl.roles.model import blocks
 from rrl.spec.words import Life, member_id
 from rrl.transport.address import interfaces
 from rrl.transport.messages import Peers
@@ -68,12 +69,20 @@ class Gang:
         self.file_mesh = DeviceMesh.from_group(files, "cpu") if files is not None else None
         """for host copies of shards"""
 
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Spread the parameters over the members (FSDP2), a layer at a time."""
-        if self._mesh is not None:
-            for layer in model.get_submodule("model.layers").children():
-                fully_shard(layer, mesh=self._mesh)
-            fully_shard(model, mesh=self._mesh)
+    def shard(self, model: nn.Module, computes_in: torch.dtype = torch.float32) -> nn.Module:
+        """Spread the parameters over the members (FSDP2), a layer at a time. Parameters of another dtype than
+        ``computes_in`` stay what they are, and are cast for each use; gradients are summed up in float32."""
+        if self._mesh is None:
+            if any(parameter.dtype != computes_in for parameter in model.parameters()):
+                raise ValueError(f"without a group of processes a model computes in what its parameters are, not in"
+                                 f" {computes_in}")  # fmt: skip
+            return model
+        policy = MixedPrecisionPolicy()
+        if computes_in != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
+        for layer in blocks(model):
+            fully_shard(layer, mesh=self._mesh, mp_policy=policy)
+        fully_shard(model, mesh=self._mesh, mp_policy=policy)
         return model
 
     def sum(self, values: list[float]) -> list[float]:
@@ -112,16 +121,23 @@ def full(tensor: Tensor) -> Tensor:
     return whole
 
 
-def form(me: rrl.Worker) -> Gang:
-    """Meet the other members. Ends the process when that takes longer than FORMED_BY. Raises Stopping."""
+def form(me: rrl.Worker, computes_in: torch.dtype = torch.float32) -> Gang:
+    """Meet the other members. Ends the process when that takes longer than FORMED_BY. Raises Stopping.
+
+    One that is alone needs a group too where it computes in another dtype than its float32 parameters are of: it is
+    FSDP that casts them."""
     device = torch.device("cuda", 0) if me.launch.gpus and torch.cuda.is_available() else torch.device("cpu")
-    if me.world == 1:
+    if me.world == 1 and computes_in == torch.float32:
         return Gang(device=device)
     _stay_on(me.host)
     first = me.launch.life.gang
     timeout = timedelta(seconds=STANDSTILL)
-    store = _open_store(me) if me.rank == 0 else None
-    place = _once_all_have_joined(me, first)
+    store: TCPStore | HashStore | None = None
+    if me.world == 1:
+        store = HashStore()
+    elif me.rank == 0:
+        store = _open_store(me)
+    place = _once_all_have_joined(me, first) if me.world > 1 else ""
     with _or_end(FORMED_BY, f"{me.launch.life}: the {me.world} members of {first} have not met in {FORMED_BY:g} s"):
         store = store or _connected(place)
         keys = PrefixStore(_unguessable(me.keys.secret, first), store)

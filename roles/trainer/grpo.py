@@ -34,18 +34,24 @@ def grpo_loss(
     entropy: Tensor,
     entropy_coef: float,
     tokens: float | None = None,
+    reference: Tensor | None = None,
+    kl_coef: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped policy-gradient loss with an entropy bonus, averaged over answer tokens.
+    """The clipped policy-gradient loss with an entropy bonus and, if asked for, the divergence from a reference policy,
+    averaged over answer tokens.
 
     ``logprobs`` [B, T]: of the sampled tokens under the policy being trained, differentiable; ``old_logprobs``
     [B, T]: as recorded by whoever sampled them, however old its weights; ``advantages`` [B]; ``mask`` [B, T]: 1 for
     answer tokens, 0 for padding; ``entropy`` [B, T]: of the trained policy at each position, differentiable.
     ``tokens``: the answer tokens of the whole batch, where this is a part of it; the sums over the parts are then the
-    loss, gradient and statistics of the whole.
+    loss, gradient and statistics of the whole. ``reference`` [B, T]: log-probabilities of the same tokens under the
+    reference, to which ``kl_coef`` ties the policy: of pi_ref / pi - log(pi_ref / pi) - 1, the unbiased estimator of
+    KL(pi, pi_ref) that is never negative (DeepSeekMath, equation 4; "k3").
 
     Returns the scalar loss, and for people: ``drift``, the mean absolute difference of the two log-probabilities,
     and ``clipped``, the share of tokens whose importance ratio left 1 ± ``clip``. A reward curve alone does not show
-    that the ratio is used (docs/sources.md, the task: lag 2 learns without it too); these two do.
+    that the ratio is used (docs/sources.md, the task: lag 2 learns without it too); these two do. With a reference also
+    ``kl``, the mean estimate (nats).
     """
     mask = mask.to(logprobs.dtype)
     tokens = mask.sum().item() if tokens is None else tokens
@@ -55,10 +61,17 @@ def grpo_loss(
     gain = advantages[:, None]
     surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain)
     loss = -((surrogate + entropy_coef * entropy) * mask).sum() / tokens
+    extra = {}
+    if reference is not None:
+        behind = torch.where(mask > 0, reference - logprobs, 0.0)
+        divergence = (behind.exp() - behind - 1).sum() / tokens
+        loss = loss + kl_coef * divergence
+        extra = {"kl": divergence.item()}
     with torch.no_grad():
         outside = ((ratio - 1).abs() > clip).to(mask.dtype)
         stats = {
             "drift": ((difference.abs() * mask).sum() / tokens).item(),
             "clipped": ((outside * mask).sum() / tokens).item(),
+            **extra,
         }
     return loss, stats

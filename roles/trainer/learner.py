@@ -9,7 +9,7 @@ out breaks that at once).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy
@@ -18,17 +18,17 @@ from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rrl.roles.model import log_probs
+from rrl.roles.checkpoint_files import Kept
+from rrl.roles.model import weights
 from rrl.roles.trainer.gang import Gang
 from rrl.roles.trainer.grpo import group_advantages, grpo_loss
+from rrl.roles.trainer.likelihood import likelihood
 from rrl.roles.trajectories.types import Batch, Trajectory
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Prompt and answer as tokens, for the supervised warm start."""
 
 _BETAS = (0.9, 0.95)
-_IGNORED = -100
-"""cross_entropy's default label of positions that do not count"""
 
 
 class LearnerSettings(Struct, frozen=True):
@@ -43,6 +43,8 @@ class LearnerSettings(Struct, frozen=True):
     warm_start_steps: int
     warm_start_batch: int
     warm_start_learning_rate: float
+    kl: float = 0.0
+    micro_batch: int | None = None
 
 
 class _Rest(Struct, frozen=True):
@@ -56,12 +58,29 @@ class _Rest(Struct, frozen=True):
     """empty on a CPU"""
     python_rng: tuple[int, tuple[int, ...], float | None]
     numpy_rng: tuple[bytes, int, int, float]
+    reference: Kept | None = None
+
+
+class _Part(Struct, frozen=True):
+    """Some examples as one rectangle: tokens [B, L], the mask of answer tokens [B, T] with T = L - ``first``, where
+    each of them stands among the member's own, and whether they count."""
+
+    tokens: Tensor
+    mask: Tensor
+    first: int
+    places: Sequence[int]
+    counts: bool
 
 
 class Learner:
     """``steps`` is the length of the run, over which the learning rate falls; ``temperature`` is the rollouts'.
 
     ``model`` is already where ``gang`` wants it, and sharded over it."""
+
+    reference: nn.Module | None = None
+    """The initial policy, frozen, sharded as the model is: needed where ``kl`` is above 0"""
+    reference_kept: Kept | None = None
+    """where its weights are, for whoever goes on from this learner's state"""
 
     def __init__(
         self, model: nn.Module, settings: LearnerSettings, *, steps: int, temperature: float, gang: Gang | None = None
@@ -103,14 +122,19 @@ class Learner:
         optimizer = self._fresh_optimizer(self._settings.warm_start_learning_rate)
         loss = 0.0
         for batch in batches:
-            answers = sum(len(answer) for _, answer in batch)
-            tokens, mask, first = self._share(batch)
-            logits = _logits(self.model, tokens, first)
-            labels = tokens[:, first:].masked_fill(~mask, _IGNORED)
-            value = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / answers
-            self._update(optimizer, value)
-            loss = self._gang.sum([value.item()])[0]
+            told: list[float] = []
+            self._update(optimizer, self._supervised_losses(batch, told))
+            loss = self._gang.sum([sum(told)])[0]
         return loss
+
+    def _supervised_losses(self, batch: Sequence[Example], told: list[float]) -> Iterator[Tensor]:
+        """As :meth:`_policy_losses`: cross entropy, mean over the batch's answer tokens."""
+        answers = sum(len(answer) for _, answer in batch)
+        for part in self._parts(batch):
+            chosen, _ = self._likelihood(self.model, part, 1.0)
+            loss = -torch.where(part.mask, chosen, 0.0).sum() / answers
+            told.append(loss.item())
+            yield loss
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Learn from the batch of step ``number + 1``; metrics for people, all finite.
@@ -120,48 +144,74 @@ class Learner:
         """
         if batch.number != self.number + 1:
             raise ValueError(f"batch {batch.number} is not the one after step {self.number}")
-        trajectories, device = batch.trajectories, self._gang.device
-        rewards = torch.tensor([each.training for each in trajectories], dtype=torch.float32)
-        groups = torch.tensor([each.group for each in trajectories])
-        advantages = group_advantages(rewards, groups, self._settings.advantage_floor)  # of whole groups
-        tokens, mask, first = self._share([(each.prompt, each.tokens) for each in trajectories])
-        mine = range(len(trajectories))[self._gang.rank :: self._gang.world]
-        old = _place([trajectories[i].logprobs for i in mine], mask)
-        gain = advantages[list(mine) or [0]].to(device)
-
-        every = log_probs(_logits(self.model, tokens, first), self._temperature)  # [B, T, vocabulary]
-        chosen = every.gather(2, tokens[:, first:, None])[..., 0]
-        entropy = -(every.exp() * every).sum(-1)
-        settings, answers = self._settings, float(sum(len(each.tokens) for each in trajectories))
-        loss, stats = grpo_loss(chosen, old, gain, mask, settings.clip, entropy, settings.entropy, answers)
+        if self._settings.kl and self.reference is None:
+            raise RuntimeError("kl is above 0, and there is no reference: a run that began without one has none")
+        told: list[dict[str, float]] = []
         for group in self._optimizer.param_groups:
-            group["lr"] = settings.learning_rate * self._share_of_learning_rate(batch.number)
-        self._update(self._optimizer, loss)
+            group["lr"] = self._settings.learning_rate * self._share_of_learning_rate(batch.number)
+        self._update(self._optimizer, self._policy_losses(batch, told))
         self.number = batch.number
-        parts = {"loss": loss.item(), **stats}
+        parts = {name: sum(each[name] for each in told) for name in told[0]}
         return {**dict(zip(parts, self._gang.sum(list(parts.values())), strict=True)), **_describe(batch)}
 
-    def _share(self, pairs: Sequence[Example]) -> tuple[Tensor, Tensor, int]:
-        """This member's examples as :func:`_pad` gives them. Who has none takes part with one that does not count."""
-        mine = pairs[self._gang.rank :: self._gang.world]
-        tokens, mask, first = _pad(mine or pairs[:1])
-        return tokens.to(self._gang.device), (mask & bool(mine)).to(self._gang.device), first
+    def _policy_losses(self, batch: Batch, told: list[dict[str, float]]) -> Iterator[Tensor]:
+        """One for each part of this member's share; what there is to be told of each goes into ``told``. Their sum over
+        parts and members is the loss of the batch."""
+        settings, trajectories = self._settings, batch.trajectories
+        rewards = torch.tensor([each.training for each in trajectories], dtype=torch.float32)
+        groups = torch.tensor([each.group for each in trajectories])
+        advantages = group_advantages(rewards, groups, settings.advantage_floor)  # of whole groups
+        mine = range(len(trajectories))[self._gang.rank :: self._gang.world] or range(1)
+        answers = float(sum(len(each.tokens) for each in trajectories))
+        for part in self._parts([(each.prompt, each.tokens) for each in trajectories]):
+            these = [mine[place] for place in part.places]
+            old = _place([trajectories[i].logprobs for i in these] if part.counts else [], part.mask)
+            gain = advantages[these].to(self._gang.device)
+            reference = None
+            if settings.kl and self.reference is not None:
+                with torch.no_grad():
+                    reference, _ = self._likelihood(self.reference, part, self._temperature)
+            chosen, entropy = self._likelihood(self.model, part, self._temperature)
+            loss, stats = grpo_loss(
+                chosen, old, gain, part.mask, settings.clip, entropy, settings.entropy, answers, reference, settings.kl
+            )
+            told.append({"loss": loss.item(), **stats})
+            yield loss
+
+    def _parts(self, pairs: Sequence[Example]) -> Iterator[_Part]:
+        """This member's examples, so many at a time as ``micro_batch`` says. All members have as many parts: who has no
+        more examples takes part with one that does not count."""
+        rank, world = self._gang.rank, self._gang.world
+        mine, most = pairs[rank::world], len(pairs[::world])
+        size = self._settings.micro_batch or most
+        for start in range(0, most, size):
+            places = range(len(mine))[start : start + size]
+            tokens, mask, first = _pad([mine[place] for place in places] or pairs[:1])
+            mask = mask & bool(places)
+            tokens, mask = tokens.to(self._gang.device), mask.to(self._gang.device)
+            yield _Part(tokens, mask, first, places or range(1), bool(places))
+
+    def _likelihood(self, model: nn.Module, part: _Part, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = _logits(model, part.tokens, part.first)
+        return likelihood(logits, part.tokens[:, part.first :], temperature)
 
     def _share_of_learning_rate(self, number: int) -> float:
         """Falls linearly from 1 at step 1. A function of the step alone: there is no scheduler whose state to save."""
         return max(self._settings.final_learning_rate, 1 - (number - 1) / self._steps)
 
-    def _update(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-        """``loss``: this member's part of the sum. FSDP takes the mean of the members' gradients."""
+    def _update(self, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
+        """``losses``: the parts of this member's part of the sum, each made when the one before it is done with. FSDP
+        takes the mean of the members' gradients, and adds up those of one member's parts, sharded, in float32."""
         optimizer.zero_grad()
-        (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
+        for loss in losses:
+            (loss * self._gang.world).backward()  # type: ignore[no-untyped-call]
         limit = self._settings.gradient_clip
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, error_if_nonfinite=True)
         optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:
         """The model's tensors by name, live, and sharded if it is."""
-        return dict(self.model.state_dict())
+        return weights(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that the next step depends on, live, and sharded if the model is: copy them before the next step;
@@ -186,6 +236,7 @@ class Learner:
             cuda_rng=torch.cuda.get_rng_state(self._gang.device).numpy().tobytes() if on_gpu else b"",
             python_rng=(version, words, gauss),
             numpy_rng=numpy_rng,
+            reference=self.reference_kept,
         )
         return msgspec.msgpack.encode(rest)
 
@@ -196,6 +247,7 @@ class Learner:
         for parameter, step in zip(self.model.parameters(), said.steps, strict=True):
             self._optimizer.state[parameter]["step"].fill_(step)
         self.number = said.number
+        self.reference_kept = said.reference
         if not chance:
             return
         torch.set_rng_state(_as_tensor(said.torch_rng))
@@ -233,9 +285,9 @@ def _place(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 
 def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     """Logits of the tokens from ``first`` on, each from what stands before it: [B, L - first, vocabulary]."""
-    output = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=tokens.shape[1] - first)
-    logits: Tensor = output.logits
-    return logits
+    wanted = tokens.shape[1] - first
+    logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=wanted).logits
+    return logits if logits.shape[1] == wanted else logits[:, -wanted:].contiguous()  # not every model knows the word
 
 
 def _describe(batch: Batch) -> dict[str, float]:

@@ -9,17 +9,18 @@ for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import rrl
-from rrl.roles.model import ModelSpec, build_model, materialise, skeleton
+from rrl.roles.model import ModelSpec, build_model, load_initial, materialise, model_spec, skeleton
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.tasks import load_task
 from rrl.roles.tensors import pack
-from rrl.roles.tokenizer import EOS, Tokenizer
+from rrl.roles.tokenizer import Tokenizer, open_tokenizer
 from rrl.roles.trainer import restart
 from rrl.roles.trainer.buffers import HostBuffers, buddy_of
 from rrl.roles.trainer.checkpoint import Checkpoints
@@ -39,44 +40,66 @@ LOG_EVERY = 10
 def main() -> None:
     me = rrl.join()
     torch.set_num_threads(me.settings["threads"])
-    tokenizer = Tokenizer(me.job["model"]["tokenizer"])
-    spec = msgspec.convert(me.job["model"], ModelSpec)
+    tokenizer = open_tokenizer(me.job["model"])
+    spec = model_spec(me.job["model"])
     empty = skeleton(spec, tokenizer.size)
     if me.launch.standby and not me.launch.gpus:
-        practise(spec, tokenizer.size)
+        practise()
     with me, waits_to_be_told(me):
-        gang = form(me)
+        gang = form(me, spec.computes_in)
         client = _snapshots(me)
         checkpoints = Checkpoints(me.run_dir, me.launch.life.incarnation, me.settings["keep_checkpoints"], gang)
         found = restart.find(me, gang, client)
         if gang.rank == 0:
             print(f"{me.launch.life} goes on from {found}", flush=True)
-        if found.fresh:
-            model = gang.shard(build_model(spec, tokenizer.size, me.job["run"]["seed"]).to(gang.device))
-        else:
-            model = gang.shard(empty)
-            materialise(model, gang.device)
-        learner = _learner(me, model, gang)
+        learner = _learner(me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], found.fresh, gang), gang)
         saver = Saver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.settings["uncommitted"])
         if found.fresh:
             with me.phase("train"):
                 learner.begin(me.job["run"]["seed"])
                 learner.warm_start(_examples(me, tokenizer))
+            if me.settings["kl"]:
+                with me.phase("checkpoint"):
+                    folder = _fresh_folder(me, gang)
+                    learner.reference_kept = checkpoints.keep_reference(folder, learner.model, spec.computes_in)
         else:
             with me.phase("checkpoint"):
                 restart.load(found, learner, checkpoints, gang)
             found = msgspec.structs.replace(found, data=memoryview(b""))  # else as much memory as the state, to the end
-        _train(me, gang, learner, checkpoints, saver, found)
+        if me.settings["kl"] and learner.reference_kept is not None:
+            with me.phase("checkpoint"):
+                learner.reference = gang.shard(skeleton(spec, tokenizer.size, spec.computes_in), spec.computes_in)
+                materialise(learner.reference, gang.device)
+                checkpoints.read_reference(learner.reference_kept, learner.reference.requires_grad_(False))
+        _train(me, gang, learner, checkpoints, saver, spec, found)
+
+
+def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh: bool, gang: Gang) -> nn.Module:
+    """Where the gang wants it. A ``fresh`` one has its initial weights: of a folder's each member reads its part."""
+    if fresh and spec.path is None:
+        return gang.shard(build_model(spec, vocabulary, seed).to(gang.device), spec.computes_in)
+    model = gang.shard(empty, spec.computes_in)
+    materialise(model, gang.device)
+    if fresh:
+        load_initial(model, spec)
+    return model
+
+
+def _fresh_folder(me: rrl.Worker, gang: Gang) -> Path:
+    """The same for all members: a fresh one, for what is made before the first step."""
+    made = gang.gather(me.checkpoint_dir(0) if gang.rank == 0 else None)
+    return next(each for each in made if each is not None)
 
 
 def _train(
-    me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, saver: Saver, found: restart.Found
+    me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, saver: Saver, spec: ModelSpec,
+    found: restart.Found,
 ) -> None:  # fmt: skip
     """From the learner's state to the end of the run."""
     if gang.rank == 0:
         checkpoints.remove_garbage()
     with me.phase("publish"):
-        _publish(me, gang, learner)
+        _publish(me, gang, learner, spec.computes_in)
     if (note := found.uncommitted) is not None:
         for batch in gang.together(me.batches(after=note.number - 1)):  # the one that it has learnt from
             if batch.digest != note.digest:
@@ -90,7 +113,7 @@ def _train(
         with me.phase("checkpoint"):
             saver.save(batch.digest, metrics)
         with me.phase("publish"):
-            _publish(me, gang, learner)
+            _publish(me, gang, learner, spec.computes_in)
         if batch.number % LOG_EVERY == 0 and gang.rank == 0:
             told = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             print(f"step {batch.number}: {told}", flush=True)
@@ -128,22 +151,27 @@ def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostB
     return HostBuffers(client, min(me.settings["uncommitted"], MOST_UNCOMMITTED), buddy, others)
 
 
-def _publish(me: rrl.Worker, gang: Gang, learner: Learner) -> None:
-    """The first member serves the whole; of a sharded model it holds a second copy of one tensor at a time."""
+def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -> None:
+    """The first member serves the whole, in what rollouts compute with. Beside the version itself, and the shards, it
+    holds one tensor at a time: each is cast where it is, gathered, copied, and let go of."""
     weights = learner.weights()
-    if gang.world == 1:
-        me.publish(learner.number, pack(weights))
-        return
-    whole = (packed for name, tensor in weights.items() for packed in pack({name: full(tensor)}))
+    whole = (content for name, tensor in weights.items() for *_, content in pack({name: full(_cast(tensor, dtype))}))
     if gang.rank > 0:
         for _ in whole:
             pass
         return
-    described = [
-        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel() * tensor.element_size())
-        for name, tensor in weights.items()
-    ]
-    me.publish_each(learner.number, described, (content for *_, content in whole))
+    described = [(name, *_described(tensor, dtype)) for name, tensor in weights.items()]
+    me.publish_each(learner.number, described, whole)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whole numbers stay what they are."""
+    return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _described(tensor: Tensor, dtype: torch.dtype) -> tuple[str, tuple[int, ...], int]:
+    sent = dtype if tensor.is_floating_point() else tensor.dtype
+    return str(sent).removeprefix("torch."), tuple(tensor.shape), tensor.numel() * sent.itemsize
 
 
 def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
@@ -154,7 +182,7 @@ def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     task = load_task(me.job["task"], me.job["run"]["seed"] + _APART, tokenizer)
     for step in range(steps):
         items = range(step * size, (step + 1) * size)
-        yield [(tokenizer.encode(task.prompt(i)), (*tokenizer.encode(task.answer(i)), EOS)) for i in items]
+        yield [(tokenizer.prompt(task.prompt(i)), (*tokenizer.encode(task.answer(i)), tokenizer.eos)) for i in items]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ which of them are this process's. That is not known yet.
 
 from __future__ import annotations
 
-import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint  # what the first checkpoint would load
@@ -18,15 +17,18 @@ from torch.distributed.fsdp import fully_shard
 
 from rrl.roles.model import ModelSpec, build_model
 
-_TINY = {"hidden_size": 16, "intermediate_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16}
+_TINY = ModelSpec(
+    hidden_size=16, intermediate_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, initializer_range=0.05
+)
+_VOCABULARY = 16
 
 
-def practise(spec: ModelSpec, vocabulary: int) -> None:
+def practise() -> None:
     """One step; the process is as before but for what is loaded. Random states too."""
     with torch.random.fork_rng(devices=[]):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
-            model = build_model(msgspec.structs.replace(spec, **_TINY), vocabulary, seed=0)
+            model = build_model(_TINY, _VOCABULARY, seed=0)
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             tokens = torch.zeros((1, 4), dtype=torch.long)

@@ -29,13 +29,13 @@ Scoring = Callable[[int, tuple[int, ...]], tuple[float, float]]
 """The item's index and the answer's tokens to (reward, training reward)."""
 
 
-def settings(**changes: float) -> LearnerSettings:
+def settings(**changes: float | None) -> LearnerSettings:
     """The defaults of job.toml, but for ``changes``."""
     role = TrainerRole().model_dump()
     return LearnerSettings(**{name: role[name] for name in LearnerSettings.__struct_fields__} | changes)
 
 
-def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: float) -> Learner:
+def learner(vocabulary: int = 13, seed: int = 0, steps: int = 100, **changes: float | None) -> Learner:
     return Learner(build_model(SMALL, vocabulary, seed), settings(**changes), steps=steps, temperature=1.0)
 
 
@@ -51,18 +51,24 @@ def restore(student: Learner, state: tuple[dict[str, torch.Tensor], bytes]) -> N
     student.resume(state[1])
 
 
-def engine(weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0) -> TorchEngine:
+def engine(
+    weights: Learner, vocabulary: int = 13, seed: int = 0, version: int = 0, sampling: Sampling | None = None
+) -> TorchEngine:
     """An engine with the learner's weights of this moment, built from another seed than they were."""
-    made = TorchEngine(build_model(SMALL, vocabulary, seed + 1000), eos=EOS, seed=seed)
+    made = TorchEngine(build_model(SMALL, vocabulary, seed + 1000), ends=frozenset({EOS}), seed=seed, sampling=sampling)
     made.load(Version(version, 1), weights.weights().items())
     return made
 
 
-def roll_out(with_engine: Engine, items: Sequence[Item], sampling: Sampling) -> dict[int, list[Segment]]:
+def roll_out(with_engine: Engine, items: Sequence[Item]) -> dict[int, list[Segment]]:
     """All segments by trajectory, the earlier lives' first. Every item must be reported finished exactly once."""
     segments = {item.trajectory: list(item.so_far) for item in items}
     finished: list[int] = []
-    for grown, complete in with_engine.generate(items, sampling):
+    waiting = list(items)
+    while waiting or with_engine.busy:
+        taken, waiting = waiting[: with_engine.room], waiting[with_engine.room :]
+        with_engine.add(taken)
+        grown, complete = with_engine.step()
         for segment in grown:
             segments[segment.trajectory].append(segment)
         finished += complete
@@ -93,7 +99,7 @@ def sampled_batch(
         for place, prompt in enumerate(prompts)
         for copy in range(group_size)
     ]
-    rolled = roll_out(with_engine, items, Sampling())
+    rolled = roll_out(with_engine, items)
     trajectories = []
     for item in items:
         tokens = tuple(token for each in rolled[item.trajectory] for token in each.tokens)

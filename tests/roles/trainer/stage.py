@@ -26,6 +26,7 @@ from rrl.spec.job import Job
 from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life, NodeName, ReplicaId, Version, member_id, rank_of
 from rrl.tests.lab.first import Lab
+from rrl.tests.roles import folders
 from rrl.tests.roles.trainer import mortal
 from rrl.tests.roles.trajectories import crew
 from rrl.transport.control import Listener
@@ -44,7 +45,7 @@ _ROLLOUT, _REWARD = crew.life("rollout/0"), crew.life("reward/0")
 def nursery() -> Iterator[ForkServerContext]:
     """Where trainer processes are forked from."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([mortal.__name__])
+    context.set_forkserver_preload([mortal.__name__, folders.__name__])
     try:
         yield context
     finally:
@@ -73,16 +74,18 @@ def recorded(folder: Path, steps: int, uncommitted: int) -> Store:
 
 class Stage:
     """One run of ``steps`` steps in ``path`` by ``world`` members, each on a node of its own; with ``snapshots`` each
-    node has an agent that keeps them, and so has one beside them."""
+    node has an agent that keeps them, and so has one beside them. ``model``: the table of job.toml, instead of a small
+    one that is built; ``trainer``: more of that role's."""
 
     def __init__(
         self, path: Path, processes: ForkServerContext, *, world: int, steps: int, snapshots: bool = False,
-        uncommitted: int = 1,
+        uncommitted: int = 1, model: dict[str, Any] | None = None, **trainer: Any,
     ) -> None:  # fmt: skip
         self.lab = Lab(path)
         self.world, self.steps = world, steps
         self._processes = processes
-        self.job = _job(steps, world, snapshots, uncommitted)
+        settings = {"ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
+        self.job = _job(steps, model or _BUILT, settings)
         write_atomically(self.lab.run.resolved, msgspec.json.encode({"job": self.job}))
         self._uncommitted = uncommitted
         self._nodes = [NodeName(f"n{index}") for index in range(world + 1)] if snapshots else []
@@ -203,15 +206,33 @@ class Stage:
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.lab.run.logs.iterdir()))
 
 
-def _job(steps: int, world: int, snapshots: bool, uncommitted: int) -> dict[str, Any]:
-    trainer = {"ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, "warm_start_steps": 0}
+_BUILT = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}}
+
+
+def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
     job = Job.model_validate(
         {
             "run": {"name": "test", "steps": steps, "seed": 3},
-            "model": {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}},
-            "task": {"function": f"{__name__}:none"},
-            "roles": {"trainer": trainer},
+            "model": model,
+            "task": {"function": f"{__name__}:Doubles"},
+            "roles": {"trainer": {"warm_start_steps": 0} | trainer},
             "transport": {"weights": "tcp"},
         }
     )
     return job.model_dump(mode="json")
+
+
+class Doubles:
+    """What a warm start learns from."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def prompt(self, i: int) -> str:
+        return f"{(i + self._seed) % 5}="
+
+    def answer(self, i: int) -> str:
+        return f"{2 * ((i + self._seed) % 5)}"
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        raise AssertionError("a warm start scores nothing")

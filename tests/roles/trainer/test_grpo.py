@@ -84,3 +84,17 @@ def test_long_answers_weigh_by_their_tokens() -> None:
 def test_entropy_lowers_the_loss() -> None:
     zeros = torch.zeros(1, 2)
     assert _loss(zeros, zeros, [0.0], entropy=2.0)[0].item() == pytest.approx(-1.0)
+
+
+def test_the_divergence_is_the_never_negative_estimate_of_each_token() -> None:
+    new = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    reference, mask = torch.tensor([[-1.0, -1.0, math.inf]]), torch.tensor([[True, True, False]])
+    loss, stats = grpo_loss(
+        new, new.detach(), torch.tensor([0.0]), mask, 0.2, torch.zeros_like(new), 0.0, reference=reference, kl_coef=0.5
+    )
+    assert stats["kl"] == pytest.approx((0 + math.e - 1 - 1) / 2)  # pi_ref / pi - log(pi_ref / pi) - 1
+    assert loss.item() == pytest.approx(0.5 * stats["kl"])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert new.grad is not None
+    assert new.grad.tolist() == [pytest.approx([0.0, 0.5 * (1 - math.e) / 2, 0.0])]
+    assert "kl" not in _loss(new, new.detach(), [0.0])[1]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy
@@ -132,7 +133,7 @@ def test_practice_leaves_no_trace_but_what_it_has_loaded() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    practise(harness.SMALL, 13)
+    practise()
     assert torch.equal(torch.rand(1), expected)
     assert not torch.distributed.is_initialized()
 
@@ -204,3 +205,76 @@ def test_a_warm_start_teaches_the_answer_and_not_the_prompt() -> None:
     moments = {name: tensor for name, tensor in student.tensors().items() if name.startswith("exp_avg")}
     assert len(moments) == 2 * len(list(student.model.parameters()))
     assert not any(tensor.any() for tensor in moments.values())
+
+
+def _gradient_of(student: Learner, batch: Batch) -> dict[str, Tensor]:
+    """What the step's optimizer is given, before it is clipped."""
+    seen: dict[str, Tensor] = {}
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def look(*words: Any, **named: Any) -> Tensor:
+        gradients = {name: each.grad for name, each in student.model.named_parameters()}
+        seen.update({name: gradient.clone() for name, gradient in gradients.items() if gradient is not None})
+        return clip(*words, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.nn.utils, "clip_grad_norm_", look)
+        student.step(batch)
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 100])
+def test_a_batch_in_parts_has_the_gradient_and_the_metrics_of_the_whole(size: int) -> None:
+    """The reference is another model, so that the divergence counts too."""
+    whole, parts = (harness.learner(kl=0.1, micro_batch=each) for each in (None, size))
+    for each in (whole, parts):
+        each.reference = harness.learner(seed=5).model
+    batch = _batch(1, harness.learner(seed=3))
+    expected, got = _gradient_of(whole, batch), _gradient_of(parts, batch)
+    assert expected.keys() == got.keys() == dict(whole.model.named_parameters()).keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(got[name], gradient, rtol=1e-6, atol=1e-6), name
+    batch = _batch(2, harness.learner(seed=3))
+    assert parts.step(batch) == pytest.approx(whole.step(batch), rel=1e-4, abs=1e-5)
+
+
+def test_members_with_fewer_examples_take_part_in_as_many_parts() -> None:
+    """Else a gang would wait for ever."""
+    pairs = [_example(n) for n in range(7)]
+    counted = []
+    for rank in range(3):
+        student = harness.learner(micro_batch=1)
+        student._gang.rank, student._gang.world = rank, 3
+        parts = list(student._parts(pairs))
+        counted.append([int(part.mask.sum()) > 0 for part in parts])
+        assert [part.counts for part in parts] == counted[-1]
+    assert counted == [[True, True, True], [True, True, False], [True, True, False]]
+
+
+def test_a_warm_start_in_parts_is_the_same_too() -> None:
+    whole, parts = (harness.learner(micro_batch=each) for each in (None, 3))
+    examples = [[_example(n) for n in range(8)]] * 3
+    assert parts.warm_start(examples) == pytest.approx(whole.warm_start(examples), rel=1e-4)
+
+
+def test_a_divergence_holds_the_policy_near_its_reference() -> None:
+    drifted = []
+    for kl in (0.0, 3.0):
+        student = harness.learner(seed=1, kl=kl, learning_rate=2e-3, entropy=0.0)
+        student.reference = harness.learner(seed=1).model.requires_grad_(False)
+        batch = _batch(1, student)
+        first = student.step(batch)
+        assert first.get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)  # the policy is the reference yet
+        for number in range(2, 12):
+            student.step(msgspec.structs.replace(batch, number=number))
+        meter = harness.learner(seed=1, kl=1e-9)
+        meter.reference, meter.model = student.reference, student.model
+        drifted.append(meter.step(batch)["kl"])
+    assert drifted[1] < drifted[0] / 3
+
+
+def test_a_divergence_without_a_reference_is_refused_before_anything_is_learnt() -> None:
+    student = harness.learner(kl=0.1)
+    with pytest.raises(RuntimeError, match="a run that began without one has none"):
+        student.step(_batch(1, student))
+    assert student.number == 0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.tensors import PackedTensor, unpack
-from rrl.roles.tokenizer import EOS, Tokenizer
+from rrl.roles.tokenizer import EOS, open_tokenizer
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trainer import restart
 from rrl.roles.trainer.restart import Commit, Found
@@ -114,7 +114,11 @@ class _Worker:
         self.commits[number] = describe(self.run_dir.path, files)
         self.metrics.append(metrics)
 
-    def publish(self, number: int, tensors: Sequence[PackedTensor]) -> None:
+    def publish_each(
+        self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]], contents: Iterable[memoryview]
+    ) -> None:
+        tensors = [(*what[:3], content) for what, content in zip(described, contents, strict=True)]
+        assert [content.nbytes for *_, content in tensors] == [nbytes for *_, nbytes in described]
         self.published.append(_Version(Version(number, self.launch.life.incarnation), tensors))
 
 
@@ -129,7 +133,7 @@ def _spec() -> ModelSpec:
 
 
 def _batches() -> list[Batch]:
-    engine = TorchEngine(build_model(_spec(), 13, 3), eos=EOS, seed=1)
+    engine = TorchEngine(build_model(_spec(), 13, 3), ends=frozenset({EOS}), seed=1)
     engine.load(Version(0, 1), build_model(_spec(), 13, 3).state_dict().items())
 
     def score(item: int, tokens: tuple[int, ...]) -> tuple[float, float]:
@@ -223,7 +227,7 @@ def test_a_shadow_whose_gpus_are_not_known_yet_does_not_have_torch_ask_for_them(
 ) -> None:
     worker, asked = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}), list[int]()
     worker.launch = msgspec.structs.replace(worker.launch, standby=True, gpus=gpus)
-    monkeypatch.setattr(trainer_main, "practise", lambda spec, vocabulary: asked.append(vocabulary))
+    monkeypatch.setattr(trainer_main, "practise", lambda: asked.append(1))
     _train(monkeypatch, worker, _batches()[:1])
     assert bool(asked) == practised
 
@@ -256,41 +260,49 @@ def test_a_fresh_trainer_learns_the_answers_of_other_items_than_the_runs_before_
     _train(monkeypatch, worker, [])
     assert [i for _, i in _Sums.asked] == list(range(600))
     assert {seed for seed, _ in _Sums.asked} != {worker.job["run"]["seed"]}
-    engine = TorchEngine(build_model(_spec(), 13, 0), eos=EOS, seed=0)
+    engine = TorchEngine(build_model(_spec(), 13, 0), ends=frozenset({EOS}), seed=0, sampling=Sampling(greedy=True))
     engine.load(Version(0, 1), unpack(worker.published[0].tensors, worker.published[0].flat))
-    tokenizer = Tokenizer(worker.job["model"]["tokenizer"])
+    tokenizer = open_tokenizer(worker.job["model"])
     items = [Item(n, n, tokenizer.encode(f"{n}="), (), 3) for n in range(10)]
-    for n, segments in harness.roll_out(engine, items, Sampling(greedy=True)).items():
+    for n, segments in harness.roll_out(engine, items).items():
         assert segments[0].tokens == (*tokenizer.encode(str(n)), EOS)
 
 
-class _Work:
-    def __init__(self, items: tuple[Item, ...], lost: tuple[int, ...] = ()) -> None:
-        self.items = items
-        self.lost = lost
-        self.segments: list[Segment] = []
-        self.finished: list[int] = []
-
-    def append(self, segments: Sequence[Segment], finished: Sequence[int]) -> tuple[int, ...]:
-        self.segments += segments
-        self.finished += finished
-        return self.lost
-
-
 class _RolloutWorker(_Worker):
-    def __init__(self, run_dir: RunDir, given: list[tuple[_Version | None, _Work]]) -> None:
-        super().__init__("rollout/1", 2, run_dir, {})
-        self._given = given
-        self._new: _Version | None = None
+    """Leases, one after another, before each of which a version may have come; then it is asked to stop.
 
-    def work(self, at_most: int) -> Iterator[_Work]:
+    ``segments`` and ``finished``: what was handed over of each; ``lost``: what the first answer takes away."""
+
+    def __init__(
+        self, run_dir: RunDir, leases: Sequence[tuple[_Version | None, tuple[Item, ...]]], lost: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__("rollout/1", 2, run_dir, {})
+        self._leases = list(leases)
+        self._lost = lost
+        self._new: _Version | None = None
+        self.segments: list[list[Segment]] = []
+        self.finished: list[list[int]] = []
+
+    def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
         assert at_most == self.settings["lease"]
-        for new, work in self._given:
-            self._new = new
-            yield work
+        assert wait, "this engine has no room while it is busy"
+        if not self._leases:
+            self.stopping.set()
+            return ()
+        self._new, items = self._leases.pop(0)
+        self.segments.append([])
+        self.finished.append([])
+        return items
+
+    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+        self.segments[-1] += segments
+        self.finished[-1] += finished
+        lost, self._lost = self._lost, ()
+        return lost
 
     def new_weights(self) -> _Version | None:
-        return self._new
+        new, self._new = self._new, None
+        return new
 
 
 def test_a_rollout_loads_new_weights_before_it_works_and_hands_over_every_segment(
@@ -299,18 +311,16 @@ def test_a_rollout_loads_new_weights_before_it_works_and_hands_over_every_segmen
     run_dir = _run_dir(tmp_path / "run")
     trainer = _train(monkeypatch, _Worker("trainer/0", 1, run_dir, {}), _batches())
     items = tuple(Item(n, n, (2, 3, 4), (), 5) for n in range(6))
-    works = [_Work(items) for _ in range(3)]
     versions = [trainer.published[0], None, trainer.published[-1]]
-    worker = _RolloutWorker(run_dir, list(zip(versions, works, strict=True)))
+    worker = _RolloutWorker(run_dir, [(version, items) for version in versions])
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
     rollout_main.main()
 
     assert worker.phases == ["loading_weights", "generate", "generate", "loading_weights", "generate"]
-    assert [{each.version.step for each in work.segments} for work in works] == [{0}, {0}, {4}]
-    for work in works:
-        assert sorted(work.finished) == [0, 1, 2, 3, 4, 5]
-        assert max(len(each.tokens) for each in work.segments) == 2
-    assert works[0].segments != works[1].segments  # it goes on sampling, it does not repeat itself
+    assert [{each.version.step for each in segments} for segments in worker.segments] == [{0}, {0}, {4}]
+    assert [sorted(finished) for finished in worker.finished] == [[0, 1, 2, 3, 4, 5]] * 3
+    assert max(len(each.tokens) for segments in worker.segments for each in segments) == 2
+    assert worker.segments[0] != worker.segments[1]  # it goes on sampling, it does not repeat itself
 
 
 def test_a_rollout_stops_working_on_what_is_no_longer_its_own(
@@ -318,9 +328,10 @@ def test_a_rollout_stops_working_on_what_is_no_longer_its_own(
 ) -> None:
     run_dir = _run_dir(tmp_path / "run")
     trainer = _train(monkeypatch, _Worker("trainer/0", 1, run_dir, {}), [])
-    work = _Work(tuple(Item(n, n, (2, 3, 4), (), 60) for n in range(20)), lost=tuple(range(19)))
-    worker = _RolloutWorker(run_dir, [(trainer.published[0], work)])
+    items = tuple(Item(n, n, (2, 3, 4), (), 60) for n in range(20))
+    worker = _RolloutWorker(run_dir, [(trainer.published[0], items)], lost=tuple(range(19)))
     monkeypatch.setattr(rrl, "join", lambda: worker, raising=False)
     rollout_main.main()
-    assert max(segment.offset for segment in work.segments if segment.trajectory != 19) == 0
-    assert 19 in work.finished
+    (segments,), (finished,) = worker.segments, worker.finished
+    assert max(segment.offset for segment in segments if segment.trajectory != 19) == 0
+    assert 19 in finished

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.tests.roles.trainer import publishing
+from rrl.tests.roles.trainer.stage import ENDS_BY, nursery
+
+pytestmark = pytest.mark.torch
+
+_BESIDE = 0.25
+"""of the model that a process may need beside the version; a second copy would be half of it (bfloat16) or all"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_a_sharded_model_is_published_and_taken_over_without_a_second_copy_of_it(tmp_path: Path, dtype: str) -> None:
+    with nursery() as processes:
+        words = 2, str(tmp_path), dtype
+        members = [processes.Process(target=publishing.play, args=(rank, *words), daemon=True) for rank in range(2)]
+        try:
+            for each in members:
+                each.start()
+            for each in members:
+                each.join(ENDS_BY)
+        finally:
+            for each in members:
+                each.kill()
+                each.join()
+    assert [each.exitcode for each in members] == [0, 0]
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    version, beside = first["version"], _BESIDE * first["model"]
+    assert version == first["model"] * (2 if dtype == "bfloat16" else 4) / 4 > 100e6
+    assert first["publishing"] < version + beside, first
+    assert second["publishing"] < beside, second
+    assert first["loading"] < beside, first
+    assert first["right"]
