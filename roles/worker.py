@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,18 +27,16 @@ from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
 from rrl.spec.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
 from rrl.spec.phases import phase as phase_named
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import NodeName, ReplicaId, Version, replica_id, role_of
+from rrl.spec.words import NodeName, ReplicaId, Version, replica_id, role_of, stands_for
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Goodbye, Peers
-from rrl.transport.weights.manifest import TensorSpec, describe, layout
-from rrl.transport.weights.store import Held, fresh_memory
+from rrl.transport.weights.manifest import Describing, TensorSpec, layout
+from rrl.transport.weights.store import Held
 
 PATIENCE = 1.0
 """s that one question waits at the store before it is asked again, so that a stop is noticed"""
 GOODBYE_BY = 60.0
 """s that a worker which has done its work waits to be told to leave"""
-TRAINER = "trainer"
-"""the role that processes are kept warm for"""
 _COPIED_AT_ONCE = 8 * 2**20
 """bytes; a copy keeps every other thread from running, the one that beats too. 1 GiB, measured: 0.36 s in such slices,
 and no thread waited for more than 9 ms; in one go up to 1.4 s, all of it a wait"""
@@ -93,7 +91,8 @@ class _Bound(msgspec.Struct, frozen=True):
     """What a commit needs of a batch."""
 
     digest: str
-    reward: float
+    metrics: dict[str, float]
+    """what the batch itself tells: ``reward``, and where ``staleness`` is limited what that cost"""
 
 
 class Worker:
@@ -104,13 +103,15 @@ class Worker:
         self.keys = keys
         self.job: dict[str, Any] = msgspec.json.decode(run.resolved.read_bytes())["job"]
         """the resolved job spec"""
-        role = TRAINER if launch.standby else role_of(launch.life.replica)
+        role = stands_for(launch.life.replica) if launch.standby else role_of(launch.life.replica)
         self.settings: dict[str, Any] = self._table(role)
         """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
         self._link = Link(launch, run, keys, float(os.environ.get(BEAT_ENV, "1")), self.job["transport"])
         self._bound: dict[int, _Bound] = {}
         """the steps given by :meth:`batches` and not committed"""
         self._loaded: Version | None = None
+        self._growing: set[int] = set()
+        """trajectories given by :meth:`lease` that are not complete and not lost: the store gives others again"""
         self._asked_committed = False
         self._committed: int | None = None
         self._manifest: dict[str, Any] | None = None
@@ -252,8 +253,7 @@ class Worker:
                         batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
                     except Stopping:  # what is done and not committed is still in its hands
                         return
-            rewards = [trajectory.reward for trajectory in batch.trajectories]
-            self._bound[number] = _Bound(batch.digest, sum(rewards) / max(1, len(rewards)))
+            self._bound[number] = _Bound(batch.digest, _told_by(batch, self.job["sampling"].get("staleness")))
             yield batch
             self.progress(1)
 
@@ -282,7 +282,7 @@ class Worker:
         self._committed, self._manifest = number, manifest
         for old in [each for each in list(self._bound) if each <= number]:
             self._bound.pop(old)
-        self._link.committed(number, {"reward": bound.reward, **(metrics or {})})
+        self._link.committed(number, {**bound.metrics, **(metrics or {})})
 
     def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
         """Serve these weights as the version of step ``number`` until replaced. ``tensors``: name, dtype, shape, bytes
@@ -296,12 +296,14 @@ class Worker:
         """As :meth:`publish`, for weights that are not all here at once: ``described`` says name, dtype, shape and
         bytes of each; ``contents`` gives them in this order, and each is copied before the next one is asked for."""
         specs, nbytes = layout(described)
-        flat = fresh_memory(nbytes)
-        for spec, data in zip(specs, contents, strict=True):
-            _copy(flat[spec.offset : spec.offset + spec.nbytes], data.cast("B") if data.format != "B" else data)
+        flat = self._link.weights.memory(nbytes)
         version = Version(number, self.launch.life.incarnation)
         chunk = int(self.job["transport"]["chunk"])
-        manifest = describe(version, described, flat, self.keys.secret, chunk)
+        with Describing(version, described, flat, self.keys.secret, chunk) as describing:
+            for spec, data in zip(specs, contents, strict=True):
+                _copy(flat[spec.offset : spec.offset + spec.nbytes], data.cast("B") if data.format != "B" else data)
+                describing.filled(spec.offset + spec.nbytes)
+            manifest = describing.sign()
         self._link.weights.offer(manifest, flat)
         self._link.holds(version)
 
@@ -317,15 +319,41 @@ class Worker:
     def work(self, at_most: int = 64) -> Iterator[Work]:
         """Leased trajectories, again and again; ends when asked to stop. Weights come first: nothing is leased before
         a complete version is here."""
-        with self.phase("wait_weights"):
-            while self._link.wait_version(PATIENCE) is None:
-                if self.stopping.is_set():
-                    return
+        if not self._have_weights():
+            return
         while not self.stopping.is_set():
             with self.phase("wait_work"):
                 items = self._link.ask_store(self._link.store.lease(at_most, PATIENCE))
             if items:
                 yield Work(self._link, items)
+
+    def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
+        """For a rollout that takes work while it has some: up to ``at_most`` further trajectories, to be given to
+        :meth:`append` until they are complete. None where there are none: with ``wait`` within :data:`PATIENCE` s, in
+        phase ``wait_work``; else right away, and the phase stays what it is. Weights come first, as in :meth:`work`,
+        which is not for the same program: it leases without regard to what this one gave."""
+        if not self._have_weights():
+            return ()
+        with self.phase("wait_work") if wait else nullcontext():
+            asked = self._link.store.lease(at_most, PATIENCE if wait else 0.0, sorted(self._growing))
+            items = self._link.ask_store(asked)
+        self._growing.update(item.trajectory for item in items)
+        return items
+
+    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+        """As :meth:`Work.append`, for what :meth:`lease` gave."""
+        lost = Work(self._link, ()).append(segments, finished)
+        self._growing.difference_update(finished, lost)
+        return lost
+
+    def _have_weights(self) -> bool:
+        """Waits for the first complete version; False when asked to stop before."""
+        if self._link.weights.current() is None:
+            with self.phase("wait_weights"):
+                while self._link.wait_version(PATIENCE) is None:
+                    if self.stopping.is_set():
+                        return False
+        return True
 
     # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def scoring(self, at_most: int = 256) -> Iterator[Scoring]:
@@ -345,6 +373,15 @@ class Worker:
                 self._link.found_committed(state.number)
 
 
+def _told_by(batch: Batch, staleness: int | None) -> dict[str, float]:
+    rewards = [trajectory.reward for trajectory in batch.trajectories]
+    told = {"reward": sum(rewards) / max(1, len(rewards))}
+    if staleness is not None:
+        told["stale_groups"] = float(batch.stale)
+        told["stale_share"] = batch.stale / (batch.stale + batch.number * len(batch.groups))
+    return told
+
+
 def _copy(into: memoryview, data: memoryview) -> None:
     """In slices, between which other threads run."""
     for start in range(0, len(into), _COPIED_AT_ONCE):
@@ -358,10 +395,11 @@ def join() -> Worker:
         with rrl.join() as me:
             ...
 
-    Where the job keeps processes warm (``warm`` in job.toml), a trainer is started before it is needed and waits at
-    ``with``: whatever comes before it (imports, building the model) is then done in advance. Do not touch a GPU before
-    it: which one is this process's is known only then. Outside of a run this ends the process with exit code 2 and says
-    so."""
+    Where the job keeps processes warm (``warm`` in job.toml), a trainer or a rollout is started before it is needed and
+    waits at ``with``: whatever comes before it (imports, building the model or the engine) is then done in advance. A
+    trainer must not touch a GPU before it: which one is this process's is known only then; a rollout has its own from
+    the start. ``me.launch.standby`` says before ``with`` whether this is such a process. Outside of a run this ends the
+    process with exit code 2 and says so."""
     path = os.environ.get(LAUNCH_ENV)
     if path is None:
         print(f"rrl: {LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it", file=sys.stderr)

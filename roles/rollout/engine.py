@@ -1,8 +1,8 @@
-"""What a rollout needs of an engine. ``torch_engine`` is one; others live in a file beside it."""
+"""What a rollout needs of an engine. ``torch_engine`` and ``vllm_engine`` are two; others live beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -12,7 +12,8 @@ from rrl.roles.trajectories.types import Item, Segment
 from rrl.spec.words import Version
 
 Grown = tuple[list[Segment], list[int]]
-"""What some trajectories grew by, and which of them are complete with it."""
+"""What some trajectories grew by, and which of them are complete with it. The segments of one trajectory follow one
+another in this order."""
 
 
 class Sampling(Struct, frozen=True):
@@ -26,22 +27,39 @@ class Sampling(Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """One model, one thread: nothing is called while another call runs, except between two results of ``generate``."""
+    """One model that grows trajectories, many at once, in steps. Used by one thread; :class:`Sampling` is given at
+    construction. An exception of :meth:`step`, :meth:`load` or :meth:`probe`, ValueError of ``load`` excepted, is the
+    engine's end: the process leaves with it, and the next life goes on from what was handed over."""
 
-    def generate(self, items: Sequence[Item], sampling: Sampling) -> Iterator[Grown]:
-        """Grow each item from where it stands (prompt and so_far) to its end, many at once.
+    @property
+    def room(self) -> int:
+        """How many more trajectories it would take now."""
 
-        A trajectory is complete with its end-of-sequence token or after ``max_new`` tokens. Each is reported finished
-        exactly once, with its last segment or without any when it had nowhere to grow.
-        """
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to grow, or to hand over: then :meth:`step` has something to do."""
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Grow these too, each from where it stands (prompt and so_far) to its end, the sooner the better.
+
+        A trajectory is complete with an end-of-sequence token or after ``max_new`` tokens. Each is reported finished
+        exactly once, with its last segment or without any when it had nowhere to grow."""
+
+    def step(self) -> Grown:
+        """Advance a bit: a token of each, or a segment. Often there is nothing to hand over yet. Raises RuntimeError
+        before the first :meth:`load`."""
+
+    def rest(self) -> Grown:
+        """What was made and not handed over yet: for whoever leaves now."""
 
     def drop(self, trajectories: Iterable[int]) -> None:
-        """Work no more on these, of those that ``generate`` is growing: they are somebody else's by now. They are not
-        reported finished. Others are no error."""
+        """Work no more on these, of those that were added: they are somebody else's by now. They are not reported
+        finished. Others are no error."""
 
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over a complete set of weights. Also between two results of ``generate``: the next segments are of the
-        new version. The tensors may be views of memory that goes away afterwards: they are copied.
+        """Take over a complete set of weights, under their Hugging Face names. Running trajectories go on: their next
+        tokens are of the new version, and so is whatever was remembered of the tokens before (the key-value cache). The
+        tensors may be views of memory that goes away afterwards: they are copied.
 
         Raises ValueError when names or shapes are not the model's; then nothing is loaded."""
 

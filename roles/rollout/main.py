@@ -2,45 +2,117 @@
 
 from __future__ import annotations
 
-import msgspec
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
 import rrl
-from rrl.roles.model import ModelSpec, build_model
+from rrl.roles.model import ModelSpec, materialise, model_spec, skeleton
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
 from rrl.roles.tensors import unpack
-from rrl.roles.tokenizer import EOS, Tokenizer
+from rrl.roles.tokenizer import Tokenizer, open_tokenizer
+from rrl.spec.model_folder import max_length
 
 LOG_EVERY = 10
 """Versions between two lines in the log."""
+_VLLM_SEEDS = 2**31
+"""vLLM hands its seed on to numpy, which takes 32 bits"""
 
 
 def main() -> None:
-    with rrl.join() as me:
-        engine = _engine(me)
-        sampling = Sampling(me.job["sampling"]["temperature"], me.settings["segment_tokens"])
-        for work in me.work(at_most=me.settings["lease"]):
-            if new := me.new_weights():
-                with me.phase("loading_weights"):
-                    engine.load(new.version, unpack(new.tensors, new.flat))
-                    engine.probe()
-                if new.version.step % LOG_EVERY == 0:
-                    print(f"weights {new.version}", flush=True)
-            with me.phase("generate"):
-                for segments, finished in engine.generate(work.items, sampling):
-                    engine.drop(work.append(segments, finished))
-                    if me.stopping.is_set():  # what was made is durable; the next rollout goes on from there
-                        break
+    me = rrl.join()
+    build = _builder(me)  # what cannot work at all is found before anybody counts on this rollout
+    engine = build() if me.launch.standby else None
+    with me:
+        engine = engine or build()  # beside the first weights, which come in meanwhile
+        roll(me, engine)
         engine.close()
 
 
-def _engine(me: rrl.Worker) -> Engine:
+def roll(me: rrl.Worker, engine: Engine) -> None:
+    """Until asked to stop. What was made is durable then, and the next rollout goes on from there."""
+    while not me.stopping.is_set():
+        engine.add(me.lease(engine.room))
+        _renew(me, engine)
+        if engine.busy:
+            with me.phase("generate"):
+                _grow(me, engine)
+    segments, finished = engine.rest()
+    if segments or finished:
+        me.append(segments, finished)
+
+
+def _grow(me: rrl.Worker, engine: Engine) -> None:
+    """Until nothing is left, or asked to stop: more work is taken as soon as there is room for it."""
+    while engine.busy and not me.stopping.is_set():
+        segments, finished = engine.step()
+        if segments or finished:
+            engine.drop(me.append(segments, finished))
+            if engine.busy and engine.room:
+                engine.add(me.lease(engine.room, wait=False))
+        _renew(me, engine)  # after the lease: work is given for the newest weights that are here
+
+
+def _renew(me: rrl.Worker, engine: Engine) -> None:
+    """Between two steps: what is under way goes on with the new weights."""
+    if new := me.new_weights():
+        with me.phase("loading_weights"):
+            engine.load(new.version, unpack(new.tensors, new.flat))
+            engine.probe()
+        if new.version.step % LOG_EVERY == 0:
+            print(f"weights {new.version}", flush=True)
+
+
+def _builder(me: rrl.Worker) -> Callable[[], Engine]:
+    """What makes the engine. Ends the process with exit code 2 and one line where it can never be made."""
+    spec, tokenizer = model_spec(me.job["model"]), open_tokenizer(me.job["model"])
     torch.set_num_threads(me.settings["threads"])
-    seed = me.job["run"]["seed"]
-    tokenizer = Tokenizer(me.job["model"]["tokenizer"])
-    model = build_model(msgspec.convert(me.job["model"], ModelSpec), tokenizer.size, seed)
-    return TorchEngine(model, eos=EOS, seed=seed_of(seed, me.launch.life))
+    return (_vllm if me.settings["engine"] == "vllm" else _torch)(me, spec, tokenizer)
+
+
+def _sampling(me: rrl.Worker) -> Sampling:
+    return Sampling(me.job["sampling"]["temperature"], me.settings["segment_tokens"])
+
+
+def _torch(me: rrl.Worker, spec: ModelSpec, tokenizer: Tokenizer) -> Callable[[], Engine]:
+    def build() -> Engine:
+        model = skeleton(spec, tokenizer.size, spec.computes_in)
+        materialise(model, torch.device("cpu"))
+        seed = seed_of(me.job["run"]["seed"], me.launch.life)
+        return TorchEngine(
+            model, ends=tokenizer.ends, seed=seed, sampling=_sampling(me), lease=me.settings["lease"]
+        )
+
+    return build
+
+
+def _vllm(me: rrl.Worker, spec: ModelSpec, tokenizer: Tokenizer) -> Callable[[], Engine]:
+    from rrl.roles.rollout import vllm_setup  # here: whoever has no vLLM does without
+
+    vllm_setup.environment(me.settings["threads"])
+    model = skeleton(spec, tokenizer.size, spec.computes_in)
+    try:
+        config = vllm_setup.configure(
+            vllm_setup.folder_of(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
+            dtype=spec.dtype, max_length=max_length(me.job["model"]),
+            seed=seed_of(me.job["run"]["seed"], me.launch.life) % _VLLM_SEEDS,
+            lease=me.settings["lease"], memory=me.settings["mem"], given=me.settings["vllm"],
+        )  # fmt: skip
+    except vllm_setup.CannotWork as error:
+        print(f"rrl: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+    def build() -> Engine:
+        from rrl.roles.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            config, model, ends=tokenizer.ends, sampling=_sampling(me), lease=me.settings["lease"]
+        )
+
+    return build
 
 
 if __name__ == "__main__":

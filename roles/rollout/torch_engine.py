@@ -7,14 +7,14 @@ trajectories survive new weights: their prefix is read again under them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from rrl.roles.model import log_probs
+from rrl.roles.model import load_weights, log_probs
 from rrl.roles.rollout.engine import Grown, Sampling
 from rrl.roles.trajectories.types import Item, Segment
 from rrl.spec.words import Life, Version
@@ -27,52 +27,87 @@ def seed_of(run_seed: int, life: Life) -> int:
 
 
 class TorchEngine:
-    """``model`` is any transformers causal language model; ``eos`` ends a trajectory; ``seed`` is this life's."""
+    """``model`` is any transformers causal language model; a token of ``ends`` ends a trajectory; ``seed`` is this
+    life's. At most ``lease`` trajectories grow at once, and there is room once all are complete. A step is a segment of
+    each."""
 
-    def __init__(self, model: nn.Module, *, eos: int, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, ends: frozenset[int], seed: int, sampling: Sampling | None = None, lease: int = 64
+    ) -> None:
         self._model = model.eval().requires_grad_(False)
-        self._eos = eos
+        self._ends = ends
+        self._end_tokens = torch.tensor(sorted(ends))
+        self._sampling = sampling or Sampling()
+        self._lease = lease
         self._chance = torch.Generator().manual_seed(seed)
         self._version: Version | None = None
-        self._dropped: set[int] = set()
+        self._rows: list[_Row] = []
+        self._flight: _Flight | None = None
+        self._nowhere_to_grow: list[int] = []
 
-    def generate(self, items: Sequence[Item], sampling: Sampling) -> Iterator[Grown]:
-        """See :class:`rrl.roles.rollout.engine.Engine`. Raises RuntimeError before the first :meth:`load`."""
+    @property
+    def room(self) -> int:
+        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        return 0 if self.busy else self._lease
+
+    @property
+    def busy(self) -> bool:
+        """See :class:`rrl.roles.rollout.engine.Engine`."""
+        return bool(self._rows or self._nowhere_to_grow)
+
+    def add(self, items: Sequence[Item]) -> None:
+        """See :class:`rrl.roles.rollout.engine.Engine`. Those that run already are read again with the new ones."""
+        for row in map(_Row, items):
+            if row.ended(self._ends):
+                self._nowhere_to_grow.append(row.trajectory)
+            else:
+                self._rows.append(row)
+                self._flight = None
+
+    def step(self) -> Grown:
+        """See :class:`rrl.roles.rollout.engine.Engine`."""
         if self._version is None:
             raise RuntimeError("no weights were loaded yet")
-        self._dropped.clear()
-        rows = [_Row(item) for item in items]
-        nowhere_to_grow = [row.trajectory for row in rows if row.ended(self._eos)]
-        if nowhere_to_grow:
-            yield [], nowhere_to_grow
-            rows = [row for row in rows if not row.ended(self._eos)]
-        flight: _Flight | None = None
-        while rows:
-            if flight is None or flight.version != self._version:
-                flight = _Flight(rows, self._version)
-            segments = self._grow(flight, rows, sampling)
-            yield segments, [row.trajectory for row in rows if row.ended(self._eos)]
-            gone = self._dropped
-            alive = [n for n, row in enumerate(rows) if not row.ended(self._eos) and row.trajectory not in gone]
-            if len(alive) < len(rows):
-                rows = [rows[place] for place in alive]
-                flight.keep(alive)
+        finished, self._nowhere_to_grow = self._nowhere_to_grow, []
+        if finished or not self._rows:
+            return [], finished
+        if self._flight is None:
+            self._flight = _Flight(self._rows, self._version)
+        segments = self._grow(self._flight, self._rows)
+        finished = [row.trajectory for row in self._rows if row.ended(self._ends)]
+        self._keep([place for place, row in enumerate(self._rows) if not row.ended(self._ends)])
+        return segments, finished
+
+    def rest(self) -> Grown:
+        """See :class:`rrl.roles.rollout.engine.Engine`: every step hands over all that it made."""
+        return [], []
 
     def drop(self, trajectories: Iterable[int]) -> None:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
-        self._dropped.update(trajectories)
+        gone = set(trajectories)
+        self._nowhere_to_grow = [trajectory for trajectory in self._nowhere_to_grow if trajectory not in gone]
+        self._keep([place for place, row in enumerate(self._rows) if row.trajectory not in gone])
 
-    def _grow(self, flight: _Flight, rows: Sequence[_Row], sampling: Sampling) -> list[Segment]:
-        tokens, logprobs = self._decode(flight, torch.tensor([row.left for row in rows]), sampling)
+    def _keep(self, places: Sequence[int]) -> None:
+        if len(places) == len(self._rows):
+            return
+        self._rows = [self._rows[place] for place in places]
+        if self._flight is not None:
+            self._flight.keep(places)
+        if not self._rows:
+            self._flight = None
+
+    def _grow(self, flight: _Flight, rows: Sequence[_Row]) -> list[Segment]:
+        tokens, logprobs = self._decode(flight, torch.tensor([row.left for row in rows]))
         return [
-            row.grow(these, theirs, flight.version, self._eos)
+            row.grow(these, theirs, flight.version, self._ends)
             for row, these, theirs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
-    @torch.inference_mode()  # here and not on generate(): between its yields the mode would leak into the caller
-    def _decode(self, flight: _Flight, left: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    @torch.inference_mode()
+    def _decode(self, flight: _Flight, left: Tensor) -> tuple[Tensor, Tensor]:
         """The next tokens of every row and their log-probabilities, both [B, n]; a row that ends early is filled up."""
-        tokens, logprobs = [], []
+        sampling, tokens, logprobs = self._sampling, [], []
         done = torch.zeros(len(left), dtype=torch.bool)
         for count in range(1, sampling.segment_tokens + 1):
             every = log_probs(flight.read(self._model), sampling.temperature)
@@ -83,22 +118,19 @@ class TorchEngine:
             tokens.append(chosen)
             logprobs.append(every.gather(1, chosen[:, None])[:, 0])
             flight.unread = chosen[:, None]
-            done |= (chosen == self._eos) | (left <= count)
+            done |= torch.isin(chosen, self._end_tokens) | (left <= count)
             if done.all():
                 break
         return torch.stack(tokens, 1), torch.stack(logprobs, 1)
 
     def load(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
-        given = dict(tensors)
-        have = self._model.state_dict()
-        if given.keys() != have.keys():
-            raise ValueError(f"{version}: not this model's tensors: {sorted(given.keys() ^ have.keys())[:4]} differ")
-        for name, tensor in given.items():
-            if tensor.shape != have[name].shape:
-                raise ValueError(f"{version}: {name} is {tuple(tensor.shape)}, here {tuple(have[name].shape)}")
-        self._model.load_state_dict(given)
+        try:
+            load_weights(self._model, tensors)
+        except ValueError as error:
+            raise ValueError(f"{version}: {error}") from None
         self._version = version
+        self._flight = None  # what was read under the old weights is read again
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -110,6 +142,7 @@ class TorchEngine:
     def close(self) -> None:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
         self._version = None
+        self._flight = None
 
 
 class _Row:
@@ -122,12 +155,12 @@ class _Row:
         self.offset = len(grown)
         self.left = item.max_new
 
-    def ended(self, eos: int) -> bool:
-        return self.left <= 0 or (self.offset > 0 and self.tokens[-1] == eos)
+    def ended(self, ends: frozenset[int]) -> bool:
+        return self.left <= 0 or (self.offset > 0 and self.tokens[-1] in ends)
 
-    def grow(self, tokens: list[int], logprobs: list[float], version: Version, eos: int) -> Segment:
+    def grow(self, tokens: list[int], logprobs: list[float], version: Version, ends: frozenset[int]) -> Segment:
         """Take what belongs to this row: up to its end of sequence, or to what it may still grow."""
-        end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
+        end = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
         end = min(end, self.left)
         segment = Segment(self.trajectory, self.offset, tuple(tokens[:end]), tuple(logprobs[:end]), version)
         self.tokens += tokens[:end]

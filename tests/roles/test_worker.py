@@ -21,7 +21,7 @@ from rrl.roles import reward, worker
 from rrl.roles.link import FENCED_EXIT
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import CommittedState, Request, Scoring
+from rrl.roles.trajectories.types import CommittedState, Done, Item, Request, Scoring
 from rrl.roles.worker import Worker
 from rrl.spec.launch import LAUNCH_ENV, Launch
 from rrl.spec.rundir import write_atomically
@@ -45,7 +45,8 @@ from rrl.transport.messages import (
     Up,
     Welcome,
 )
-from rrl.transport.weights.store import fresh_memory
+from rrl.transport.weights.manifest import Manifest, describe
+from rrl.transport.weights.store import WeightStore
 
 BEAT = 0.02
 STORE = crew.life("trajectories/0")
@@ -59,7 +60,8 @@ JOB: dict[str, Any] = {
         "trajectories": {"replicas": 1},
         "reward": {"replicas": 1, "lease": 256},
     },
-    "transport": {"weights": "tcp", "chunk": 2**20, "chunk_deadline": 30.0},
+    "transport": {"weights": "tcp", "chunk": 2**20, "chunk_deadline": 30.0, "chain": 8},
+    "sampling": {"staleness": None},
 }
 
 
@@ -449,6 +451,113 @@ def test_a_store_that_is_away_for_hours_costs_nobody_else_his_life(scene: Scene)
     play(story)
 
 
+# ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_rollout_that_takes_work_while_it_has_some_is_given_each_trajectory_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        store, given, phases = scene.open_store(), list[list[int]](), list[str]()
+        me = scene.worker(crew.ROLLOUT)
+        enter = me._link.enter
+
+        def entered(name: str, *more: Any) -> None:
+            phases.append(name)
+            enter(name, *more)
+
+        def roll() -> None:
+            me._link.weights.offer(*_version(me))
+            monkeypatch.setattr(me._link, "enter", entered)
+            given.append([item.trajectory for item in me.lease(2)])
+            with me.phase("generate"):
+                given.append([item.trajectory for item in me.lease(1, wait=False)])
+            assert me.append([crew.segment(0), crew.segment(1, tokens=(5,))], [0]) == ()
+            given.append([item.trajectory for item in me.lease(3)])
+
+        async with scene.manager() as manager, scene.serve(store) as endpoint:
+            manager.store_is(endpoint)
+            role = scene.start(me, roll)
+            await manager.hears(Goodbye)
+            await manager.stop(crew.ROLLOUT)
+            await role.end()
+        assert given == [[0, 1], [2], [3, 4, 5]]
+        assert phases[:5] == ["wait_work", "between", "generate", "between", "wait_work"]
+        store.close()
+
+    play(story)
+
+
+def test_what_was_leased_by_an_answer_that_got_lost_is_given_again(scene: Scene) -> None:
+    async def story() -> None:
+        store, given = scene.open_store(), list[int]()
+        crew.lease(store, crew.ROLLOUT, at_most=2)  # 0 and 1: asked for by this life, and never heard by it
+        me = scene.worker(crew.ROLLOUT)
+
+        def roll() -> None:
+            me._link.weights.offer(*_version(me))
+            given.extend(item.trajectory for _ in range(2) for item in me.lease(2))
+
+        async with scene.manager() as manager, scene.serve(store) as endpoint:
+            manager.store_is(endpoint)
+            role = scene.start(me, roll)
+            await manager.hears(Goodbye)
+            await manager.stop(crew.ROLLOUT)
+            await role.end()
+        assert given == [0, 1, 2, 3]
+        store.close()
+
+    play(story)
+
+
+def test_a_trajectory_that_was_lost_is_held_no_more_and_may_be_given_again(scene: Scene) -> None:
+    async def story() -> None:
+        store, seen = scene.open_store(), list[tuple[object, ...]]()
+        me = scene.worker(crew.ROLLOUT)
+
+        def roll() -> None:
+            me._link.weights.offer(*_version(me))
+            me.lease(2)
+            store.peers([life for life in crew.ALL if life != crew.ROLLOUT])  # it was thought to be dead ...
+            crew.lease(store, crew.OTHER, at_most=1)
+            assert store.append(crew.OTHER, [crew.segment(0, tokens=(5,))]) == Done()
+            store.peers([life for life in crew.ALL if life != crew.OTHER])  # ... and the other one is now
+            seen.append(me.append([crew.segment(0), crew.segment(1, tokens=(5,))]))
+            crew.lease(store, crew.ROLLOUT, at_most=1, holding=[1])  # an answer that gets lost
+            seen.append(tuple((item.trajectory, len(item.so_far)) for item in me.lease(1)))
+
+        async with scene.manager() as manager, scene.serve(store) as endpoint:
+            manager.store_is(endpoint)
+            role = scene.start(me, roll)
+            await manager.hears(Goodbye)
+            await manager.stop(crew.ROLLOUT)
+            await role.end()
+        assert seen == [(0,), ((0, 1),)]
+        store.close()
+
+    play(story)
+
+
+def test_nothing_is_leased_before_a_version_is_here_and_a_stop_ends_the_wait(scene: Scene) -> None:
+    async def story() -> None:
+        store, given = scene.open_store(), list[tuple[Item, ...]]()
+        me = scene.worker(crew.ROLLOUT)
+        async with scene.manager() as manager, scene.serve(store) as endpoint:
+            manager.store_is(endpoint)
+            role = scene.start(me, lambda: given.append(me.lease(2)))
+            await manager.hears(Beat, lambda beat: beat.phase == "wait_weights")
+            await manager.stop(crew.ROLLOUT)
+            await role.end()
+        assert given == [()]
+        assert crew.lease(store, crew.OTHER, at_most=1)[0].trajectory == 0
+        store.close()
+
+    play(story)
+
+
+def _version(me: Worker) -> tuple[Manifest, memoryview]:
+    """A version to be had, without a tensor."""
+    return describe(Version(0, 1), [], memoryview(b""), me.keys.secret, 2**20), memoryview(b"")
+
+
 # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 TASK = """
 import threading
@@ -572,13 +681,13 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
     """One sees a version that is half copied."""
     data, step = memoryview(b"\1" * 2**26), 2**20
     memory: list[memoryview] = []
-    make = fresh_memory
+    make = WeightStore.memory
 
-    def remembered(nbytes: int) -> memoryview:
-        memory[:] = [make(nbytes)]
+    def remembered(store: WeightStore, nbytes: int) -> memoryview:
+        memory[:] = [make(store, nbytes)]
         return memory[0]
 
-    monkeypatch.setattr(worker, "fresh_memory", remembered)
+    monkeypatch.setattr(WeightStore, "memory", remembered)
     monkeypatch.setattr(worker, "_COPIED_AT_ONCE", step)
     seen: set[int] = set()
     over = threading.Event()

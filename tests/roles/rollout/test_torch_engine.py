@@ -27,9 +27,9 @@ def _item(trajectory: int, length: int = 5, so_far: tuple[int, ...] = (), max_ne
     return Item(trajectory, trajectory, _prompt(trajectory, length), segments, max_new)
 
 
-def _endless(vocabulary: int = 13) -> TorchEngine:
+def _endless(sampling: Sampling | None = None, lease: int = 64) -> TorchEngine:
     """An engine whose end-of-sequence token is not in the vocabulary: only ``max_new`` ends a trajectory."""
-    made = TorchEngine(build_model(harness.SMALL, vocabulary, 3), eos=vocabulary, seed=0)
+    made = TorchEngine(build_model(harness.SMALL, 13, 3), ends=frozenset({13}), seed=0, sampling=sampling, lease=lease)
     made.load(_FIRST, harness.learner().weights().items())
     return made
 
@@ -42,7 +42,7 @@ def test_recorded_logprobs_are_the_trainers_for_prompts_and_prefixes_of_any_leng
     student = harness.learner()
     items = [_item(n, length=3 + n % 5, so_far=_prompt(n, n % 4), max_new=1 + n % 7) for n in range(40)]
     items += [Item(100 + n, 0, items[0].prompt, (), 6) for n in range(16)]  # a group: one prefix, read once
-    rolled = harness.roll_out(harness.engine(student), items, Sampling(segment_tokens=2))
+    rolled = harness.roll_out(harness.engine(student, sampling=Sampling(segment_tokens=2)), items)
     trajectories = []
     for item in items:
         fresh = rolled[item.trajectory][len(item.so_far) :]
@@ -73,20 +73,21 @@ def _difference(these: torch.Tensor, those: tuple[float, ...]) -> torch.Tensor:
 
 def test_temperature_is_part_of_the_recorded_logprobs() -> None:
     item = _item(0)
-    (segment,) = harness.roll_out(harness.engine(harness.learner()), [item], Sampling(temperature=0.5))[0]
+    engine = harness.engine(harness.learner(), sampling=Sampling(temperature=0.5))
+    (segment,) = harness.roll_out(engine, [item])[0]
     with torch.no_grad():
         logits = harness.learner().model(input_ids=torch.tensor([item.prompt])).logits[0, -1]
     assert segment.logprobs[0] == pytest.approx((logits / 0.5).log_softmax(-1)[segment.tokens[0]].item(), abs=1e-5)
 
 
 def test_a_greedy_answer_is_the_same_in_pieces_resumed_and_at_once() -> None:
-    engine = _endless()
+    engine = _endless(Sampling(greedy=True))
     items = [_item(n, length=3 + n, max_new=9) for n in range(4)]
-    at_once = harness.roll_out(engine, items, Sampling(greedy=True))
-    in_pieces = harness.roll_out(engine, items, Sampling(greedy=True, segment_tokens=2))
+    at_once = harness.roll_out(engine, items)
+    in_pieces = harness.roll_out(_endless(Sampling(greedy=True, segment_tokens=2)), items)
     half = {n: _tokens(segments)[: 2 + n] for n, segments in at_once.items()}
     rest = [_item(n, length=3 + n, so_far=half[n], max_new=9 - len(half[n])) for n in range(4)]
-    resumed = harness.roll_out(engine, rest, Sampling(greedy=True))
+    resumed = harness.roll_out(engine, rest)
     for n in range(4):
         assert len(at_once[n]) == 1
         assert [len(each.tokens) for each in in_pieces[n]] == [2, 2, 2, 2, 1]
@@ -95,14 +96,15 @@ def test_a_greedy_answer_is_the_same_in_pieces_resumed_and_at_once() -> None:
 
 def test_segments_follow_one_another_and_continue_the_earlier_lifes_offset() -> None:
     item = _item(5, so_far=(3, 4, 5), max_new=5)
-    segments = harness.roll_out(_endless(), [item], Sampling(segment_tokens=2))[5]
+    segments = harness.roll_out(_endless(Sampling(segment_tokens=2)), [item])[5]
     assert [each.offset for each in segments] == [0, 3, 5, 7]
     assert all(len(each.tokens) == len(each.logprobs) for each in segments)
 
 
 def test_nothing_is_sampled_after_the_end_of_sequence() -> None:
     items = [_item(n, max_new=40) for n in range(32)]
-    for segments in harness.roll_out(harness.engine(harness.learner()), items, Sampling(segment_tokens=7)).values():
+    engine = harness.engine(harness.learner(), sampling=Sampling(segment_tokens=7))
+    for segments in harness.roll_out(engine, items).values():
         tokens = _tokens(segments)
         assert EOS not in tokens[:-1]
         assert tokens[-1] == EOS or len(tokens) == 40
@@ -110,7 +112,7 @@ def test_nothing_is_sampled_after_the_end_of_sequence() -> None:
 
 def test_each_trajectory_keeps_to_its_own_limit() -> None:
     items = [_item(n, max_new=1 + n) for n in range(5)]
-    rolled = harness.roll_out(_endless(), items, Sampling(segment_tokens=3))
+    rolled = harness.roll_out(_endless(Sampling(segment_tokens=3)), items)
     assert [len(_tokens(rolled[n])) for n in range(5)] == [1, 2, 3, 4, 5]
 
 
@@ -120,29 +122,70 @@ def test_the_model_is_asked_once_for_each_token_of_the_longest_trajectory() -> N
     model.register_forward_pre_hook(
         lambda _, __, given: read.append(given["input_ids"].shape), with_kwargs=True
     )
-    engine = TorchEngine(model, eos=13, seed=0)
+    engine = TorchEngine(model, ends=frozenset({13}), seed=0, sampling=Sampling(segment_tokens=3))
     engine.load(_FIRST, harness.learner().weights().items())
     group = [Item(n, 0, _prompt(0, 5), (), 2 + n % 3) for n in range(16)]
-    harness.roll_out(engine, group, Sampling(segment_tokens=3))
+    harness.roll_out(engine, group)
     assert [tuple(each) for each in read] == [(1, 5), (16, 1), (16, 1), (5, 1)]
 
 
 def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment() -> None:
     ended = _item(1, so_far=(4, EOS), max_new=3)
     full = _item(2, so_far=(4, 5), max_new=0)
-    rolled = harness.roll_out(harness.engine(harness.learner()), [ended, _item(3), full], Sampling())
+    rolled = harness.roll_out(harness.engine(harness.learner()), [ended, _item(3), full])
     assert rolled[1] == list(ended.so_far)
     assert rolled[2] == list(full.so_far)
     assert len(rolled[3]) == 1
 
 
+def test_it_has_room_for_a_lease_and_for_nothing_more_until_all_of_it_is_complete() -> None:
+    engine = _endless(Sampling(segment_tokens=2), lease=5)
+    assert (engine.room, engine.busy) == (5, False)
+    engine.add([_item(0, max_new=1), _item(1, max_new=4)])
+    assert (engine.room, engine.busy) == (0, True)
+    assert engine.step()[1] == [0]
+    assert (engine.room, engine.busy) == (0, True)
+    assert engine.step()[1] == [1]
+    assert (engine.room, engine.busy) == (5, False)
+    assert engine.rest() == ([], [])
+
+
+def test_what_is_added_to_others_on_their_way_grows_as_it_would_alone() -> None:
+    greedy = Sampling(segment_tokens=2, greedy=True)
+    early, late = [_item(n, length=3 + n, max_new=6) for n in range(2)], [_item(2, length=9, max_new=6)]
+    expected = harness.roll_out(_endless(greedy), [*early, *late])
+    engine = _endless(greedy)
+    engine.add(early)
+    segments, finished = engine.step()
+    engine.add(late)
+    while engine.busy:
+        grown, complete = engine.step()
+        segments, finished = segments + grown, finished + complete
+    assert finished == [0, 1, 2]
+    for n in range(3):
+        assert _tokens([each for each in segments if each.trajectory == n]) == _tokens(expected[n])
+
+
+def test_any_of_several_tokens_ends_a_trajectory() -> None:
+    items = [_item(n, max_new=40) for n in range(16)]
+    ends, sampling = frozenset({2, 7}), Sampling(segment_tokens=5)
+    engine = TorchEngine(build_model(harness.SMALL, 13, 3), ends=ends, seed=0, sampling=sampling)
+    engine.load(_FIRST, harness.learner().weights().items())
+    last = set()
+    for segments in harness.roll_out(engine, items).values():
+        tokens = _tokens(segments)
+        assert not ends & set(tokens[:-1])
+        last.add(tokens[-1])
+    assert last >= ends
+
+
 def test_running_trajectories_survive_new_weights_and_say_which_made_each_segment() -> None:
-    engine, other = _endless(), harness.learner(seed=9)
+    engine, other = _endless(Sampling(segment_tokens=2, greedy=True)), harness.learner(seed=9)
     items = [_item(n, length=3 + n, max_new=6) for n in range(3)]
-    growing = engine.generate(items, Sampling(segment_tokens=2, greedy=True))
-    before, _ = next(growing)
+    engine.add(items)
+    before, _ = engine.step()
     engine.load(Version(1, 1), other.weights().items())
-    after, _ = next(growing)
+    after, _ = engine.step()
     assert {each.version for each in before} == {_FIRST}
     assert {each.version for each in after} == {Version(1, 1)}
     for item, early, late in zip(items, before, after, strict=True):
@@ -151,19 +194,22 @@ def test_running_trajectories_survive_new_weights_and_say_which_made_each_segmen
 
 
 def test_a_dropped_trajectory_grows_no_more_and_the_others_are_untouched_by_it() -> None:
-    engine = _endless()
+    engine = _endless(Sampling(segment_tokens=2, greedy=True))
     items = [_item(n, length=3 + n, max_new=6) for n in range(3)]
-    expected = harness.roll_out(engine, items, Sampling(segment_tokens=2, greedy=True))
-    growing = engine.generate(items, Sampling(segment_tokens=2, greedy=True))
-    first, _ = next(growing)
+    expected = harness.roll_out(engine, items)
+    engine.add([*items, _item(3, max_new=0)])
+    engine.drop([3])
+    first, _ = engine.step()
     engine.drop([1, 77])
-    rest = list(growing)
+    rest = []
+    while engine.busy:
+        rest.append(engine.step())
     assert [each.trajectory for each in first] == [0, 1, 2]
     assert [[each.trajectory for each in segments] for segments, _ in rest] == [[0, 2], [0, 2]]
     assert rest[-1][1] == [0, 2]
     assert [each.tokens for each in rest[-1][0]] == [expected[n][-1].tokens for n in (0, 2)]
-    # It was for that one generation.
-    assert harness.roll_out(engine, items, Sampling(segment_tokens=2, greedy=True)) == expected
+    # It may be given again later.
+    assert harness.roll_out(engine, items) == expected
 
 
 def test_lives_sample_differently_and_a_seed_repeats() -> None:
@@ -172,7 +218,7 @@ def test_lives_sample_differently_and_a_seed_repeats() -> None:
     seeds = [seed_of(0, life) for life in lives]
     student = harness.learner()
     first, reborn, other, again = (
-        harness.roll_out(harness.engine(student, seed=seed), items, Sampling()) for seed in (*seeds, seeds[0])
+        harness.roll_out(harness.engine(student, seed=seed), items) for seed in (*seeds, seeds[0])
     )
     assert first == again
     assert first != reborn
@@ -181,31 +227,32 @@ def test_lives_sample_differently_and_a_seed_repeats() -> None:
 
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay() -> None:
-    engine = _endless()
-    expected = harness.roll_out(engine, [_item(0)], Sampling(greedy=True))
+    engine = _endless(Sampling(greedy=True))
+    expected = harness.roll_out(engine, [_item(0)])
     weights = harness.learner(seed=4).weights()
     wrong_shape = weights | {"lm_head.weight": torch.zeros(2, 2)}
     missing = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
     for wrong, why in ((wrong_shape, r"lm_head.weight is \(2, 2\)"), (missing, "lm_head.weight")):
         with pytest.raises(ValueError, match=why):
             engine.load(Version(1, 1), wrong.items())
-    assert harness.roll_out(engine, [_item(0)], Sampling(greedy=True)) == expected
+    assert harness.roll_out(engine, [_item(0)]) == expected
 
 
 def test_loaded_weights_do_not_hang_on_the_memory_they_came_in() -> None:
-    engine = _endless()
+    engine = _endless(Sampling(greedy=True))
     weights = {name: tensor.clone() for name, tensor in harness.learner(seed=4).weights().items()}
     engine.load(Version(1, 1), weights.items())
-    expected = harness.roll_out(engine, [_item(0)], Sampling(greedy=True))
+    expected = harness.roll_out(engine, [_item(0)])
     for tensor in weights.values():
         tensor.zero_()
-    assert harness.roll_out(engine, [_item(0)], Sampling(greedy=True)) == expected
+    assert harness.roll_out(engine, [_item(0)]) == expected
 
 
 def test_nothing_is_sampled_before_weights_have_come() -> None:
-    engine = TorchEngine(build_model(harness.SMALL, 13, 0), eos=1, seed=0)
+    engine = TorchEngine(build_model(harness.SMALL, 13, 0), ends=frozenset({EOS}), seed=0)
+    engine.add([_item(0)])
     with pytest.raises(RuntimeError, match="no weights"):
-        next(engine.generate([_item(0)], Sampling()))
+        engine.step()
 
 
 def test_a_probe_notices_weights_that_cannot_be_right() -> None:

@@ -1,0 +1,164 @@
+"""The rollout's loop, with an engine that only counts: what is leased, loaded, handed over, and in which phase."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import rrl
+from rrl.roles.rollout.engine import Grown
+from rrl.roles.rollout.main import roll
+from rrl.roles.trajectories.types import Item, Segment
+from rrl.spec.words import Version
+
+pytestmark = pytest.mark.torch
+
+FIRST = Version(0, 1)
+
+
+class _Engine:
+    """A token of each trajectory a step, handed over in twos; ``max_new`` tokens and one is complete."""
+
+    def __init__(self, places: int, on_step: Callable[[int], None] = lambda _: None) -> None:
+        self.did: list[Any] = []
+        self._places, self._on_step, self._steps = places, on_step, 0
+        self._left: dict[int, int] = {}
+        self._made: dict[int, list[Segment]] = {}
+
+    @property
+    def room(self) -> int:
+        return self._places - len(self._left)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._left)
+
+    def add(self, items: Sequence[Item]) -> None:
+        self._left |= {item.trajectory: item.max_new for item in items}
+
+    def step(self) -> Grown:
+        self._steps += 1
+        self._on_step(self._steps)
+        self.did.append("step")
+        finished = []
+        for trajectory in self._left:
+            self._left[trajectory] -= 1
+            self._made.setdefault(trajectory, []).append(Segment(trajectory, 0, (5,), (0.0,), FIRST))
+            if self._left[trajectory] == 0:
+                finished.append(trajectory)
+        for trajectory in finished:
+            del self._left[trajectory]
+        if not finished and self._steps % 2:
+            return [], []
+        return self.rest()[0], finished
+
+    def rest(self) -> Grown:
+        made, self._made = [segment for each in self._made.values() for segment in each], {}
+        return made, []
+
+    def drop(self, trajectories: Iterable[int]) -> None:
+        for trajectory in trajectories:
+            self._left.pop(trajectory, None)
+            self.did.append(f"dropped {trajectory}")
+
+    def load(self, version: Version, tensors: Iterable[Any]) -> None:
+        self.did.append(str(version))
+
+    def probe(self) -> None:
+        self.did.append("probe")
+
+    def close(self) -> None:
+        self.did.append("closed")
+
+
+class _Worker:
+    """Gives the items of ``waiting``; stops once there are none and the engine has none either."""
+
+    def __init__(self, waiting: list[Item], lost: tuple[int, ...] = ()) -> None:
+        self.stopping = threading.Event()
+        self.in_phase = "between"
+        self.leased: list[tuple[int, bool, str]] = []
+        self.appended: list[tuple[int, list[int], str]] = []
+        self.loaded_in: list[str] = []
+        self.new: list[Version] = [FIRST]
+        self._waiting, self._lost = waiting, lost
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, self.in_phase = self.in_phase, name
+        try:
+            yield
+        finally:
+            self.in_phase = before
+
+    def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
+        self.leased.append((at_most, wait, self.in_phase))
+        given, self._waiting = self._waiting[:at_most], self._waiting[at_most:]
+        if wait and not given:
+            self.stopping.set()
+        return tuple(given)
+
+    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+        self.appended.append((len(segments), list(finished), self.in_phase))
+        lost, self._lost = self._lost, ()
+        return lost
+
+    def new_weights(self) -> Any:
+        if not self.new:
+            return None
+        return SimpleNamespace(version=self.new.pop(0), tensors=(), flat=memoryview(b""))
+
+
+def _items(*lengths: int) -> list[Item]:
+    return [Item(n, n, (2,), (), length) for n, length in enumerate(lengths)]
+
+
+def _roll(me: _Worker, engine: _Engine) -> None:
+    roll(cast(rrl.Worker, me), engine)
+
+
+def test_an_engine_at_work_is_given_more_as_room_comes_free_and_stays_in_its_phase() -> None:
+    me, engine = _Worker(_items(1, 3, 2)), _Engine(places=2)
+    _roll(me, engine)
+    assert me.leased == [
+        (2, True, "between"),
+        (1, False, "generate"),  # the first of the two is complete, the other goes on
+        (2, True, "between"),
+    ]
+    assert [finished for _, finished, _ in me.appended if finished] == [[0], [1, 2]]
+    assert {phase for *_, phase in me.appended} == {"generate"}
+    assert sum(count for count, *_ in me.appended) == 6
+
+
+def test_new_weights_come_before_the_first_step_and_then_between_two_and_are_probed() -> None:
+    me = _Worker(_items(4))
+    engine = _Engine(2, on_step=lambda number: me.new.append(Version(number, 1)) if number == 2 else None)
+    _roll(me, engine)
+    assert engine.did == ["v0.1", "probe", "step", "step", "v2.1", "probe", "step", "step"]
+
+
+def test_what_was_lost_is_dropped_by_the_engine() -> None:
+    me, engine = _Worker(_items(2, 9, 9), lost=(1, 2)), _Engine(3)
+    _roll(me, engine)
+    assert engine.did[-2:] == ["dropped 1", "dropped 2"]
+
+
+def test_a_rollout_asked_to_stop_hands_over_what_was_made_and_works_no_more() -> None:
+    me = _Worker(_items(9))
+    engine = _Engine(1, on_step=lambda number: me.stopping.set() if number == 3 else None)
+    _roll(me, engine)
+    assert engine.did.count("step") == 3
+    assert me.appended == [(2, [], "generate"), (1, [], "between")]
+
+
+def test_an_engine_that_fails_ends_the_rollout() -> None:
+    def fail(number: int) -> None:
+        raise RuntimeError("the engine is dead")
+
+    with pytest.raises(RuntimeError, match="the engine is dead"):
+        _roll(_Worker(_items(9)), _Engine(1, on_step=fail))

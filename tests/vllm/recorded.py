@@ -1,0 +1,98 @@
+"""What a run's rollouts recorded, beside what torch finds: each token of the store's log, under the checkpoint of the
+very version that it names. The run must have kept all its checkpoints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn.utils.rnn import pad_sequence
+
+from rrl.roles.trajectories.log import read_frames
+from rrl.roles.trajectories.records import Commitment, Grown, Made, decode, unpack, unpack_tokens
+from rrl.roles.trajectories.types import Segment
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Version
+
+_AT_ONCE = 16
+"""sequences in a forward pass: SmolLM2's logits of so many are 0.2 GB"""
+
+
+class Grew(NamedTuple):
+    """What one trajectory grew by under one version, with all tokens before it."""
+
+    before: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    incarnation: int
+    """of the trainer that published the version"""
+
+    def on(self, segment: Segment) -> Grew:
+        """Another segment follows, of the same version: one forward pass does for both."""
+        assert segment.version.incarnation == self.incarnation
+        return self._replace(tokens=self.tokens + segment.tokens, logprobs=self.logprobs + segment.logprobs)
+
+
+class Recorded:
+    """All tokens of a finished run, by the step of their version, and where each step's checkpoint lies."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.grew: dict[int, list[Grew]] = defaultdict(list)
+        self._checkpoints: dict[int, Path] = {}
+        prompts: dict[int, tuple[int, ...]] = {}
+        grew: dict[int, dict[Version, Grew]] = defaultdict(dict)
+        for payload in read_frames(max(run.store.glob("log.*"), key=lambda path: int(path.suffix[1:]))):
+            match decode(payload):
+                case Made(first=first, size=size, prompt=prompt):
+                    prompts |= dict.fromkeys(range(first, first + size), unpack_tokens(prompt))
+                case Grown(pieces=pieces):
+                    for segment in map(unpack, pieces):
+                        so_far, version = grew[segment.trajectory], segment.version
+                        newest = next(reversed(so_far.values()), Grew(prompts[segment.trajectory], (), (), 0))
+                        before = (*newest.before, *newest.tokens)
+                        assert segment.offset == len(before) - len(prompts[segment.trajectory])
+                        if version not in so_far:
+                            so_far[version] = Grew(before, (), (), version.incarnation)
+                        assert version == next(reversed(so_far)), "an older version came back"
+                        so_far[version] = so_far[version].on(segment)
+                case Commitment(number=number, manifest=manifest):
+                    self._checkpoints[number] = run.path / manifest["folder"]
+        for so_far in grew.values():
+            for version, each in so_far.items():
+                self.grew[version.step].append(each)
+
+    @property
+    def incarnations(self) -> set[int]:
+        """Of the trainers whose weights were sampled from."""
+        return {each.incarnation for several in self.grew.values() for each in several}
+
+    def tokens(self, step: int) -> int:
+        return sum(len(each.tokens) for each in self.grew[step])
+
+    def load(self, step: int, model: nn.Module) -> None:
+        """What was committed as ``step``, into the model."""
+        state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}  # a tied one once
+        load(state, storage_reader=FileSystemReader(self._checkpoints[step]), no_dist=True)
+
+    def worst(self, step: int, model: nn.Module, temperature: float) -> float:
+        """How far at most the log-probabilities recorded under that version are from the model's."""
+        several = self.grew[step]
+        parts = (several[start : start + _AT_ONCE] for start in range(0, len(several), _AT_ONCE))
+        return max(off for part in parts for off in _differences(part, model, temperature))
+
+
+@torch.no_grad()
+def _differences(several: list[Grew], model: nn.Module, temperature: float) -> Iterator[float]:
+    rows = [torch.tensor([*each.before, *each.tokens]) for each in several]
+    logits = model(input_ids=pad_sequence(rows, batch_first=True), use_cache=False).logits  # causal: padding is unseen
+    for row, each, found in zip(rows, several, logits, strict=True):
+        start = len(each.before)
+        every = torch.log_softmax(found[start - 1 : len(row) - 1] / temperature, -1)
+        chosen: Tensor = every.gather(1, row[start:, None])[:, 0]
+        yield (chosen - torch.tensor(each.logprobs)).abs().max().item()

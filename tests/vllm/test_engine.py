@@ -1,0 +1,229 @@
+"""A real vLLM engine on CPU with a tiny model, beside torch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rrl.roles.model import weights
+from rrl.roles.rollout.engine import Engine, Sampling
+from rrl.roles.trajectories.types import Item, Segment
+from rrl.spec.words import Version
+from rrl.tests.vllm import engines
+from rrl.tests.vllm.engines import ATOL, EOS, SPEC, Made
+
+pytestmark = pytest.mark.vllm
+
+TEMPERATURE = 0.7
+SEGMENT = 8
+LEASE = 16
+_A, _B = engines.random_weights(SPEC, 1), engines.random_weights(SPEC, 2)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = engines.vllm_engine(
+        SPEC, tmp_path_factory.mktemp("model"), Sampling(temperature=TEMPERATURE, segment_tokens=SEGMENT), LEASE
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """With the weights of step 0, and idle."""
+    engines.load(shared, 0, _A)
+    yield shared
+    shared.drop(range(1000))
+    assert not shared.busy
+
+
+def test_recorded_logprobs_are_those_of_the_distribution_sampled_from_before_and_after_an_update(
+    engine: Engine,
+) -> None:
+    for step, model in enumerate((_A, _B, _A)):
+        engines.load(engine, step, model)
+        engine.probe()
+        given, made = engines.items(LEASE), Made()
+        engine.add(given)
+        made.to_the_end(engine)
+        assert sorted(made.finished) == [item.trajectory for item in given]
+        assert made.worst(given, {step: model}, TEMPERATURE)[step] < ATOL
+        assert made.worst(given, {step: model}, 1.0)[step] > 0.1, "the temperature does not show"
+
+
+def test_running_trajectories_go_on_with_the_new_weights_and_each_segment_says_which_made_it(engine: Engine) -> None:
+    given, made = engines.items(LEASE, max_new=200), Made()
+    engine.add(given)
+    usual, pauses = [], []
+    for step, model in ((1, _B), (2, _A), (3, _B)):
+        for _ in range(11):  # not a multiple of the segment: tokens of the old version are still to be handed over
+            began = time.perf_counter()
+            made.take(*engine.step())
+            usual.append(time.perf_counter() - began)
+        ended = time.perf_counter()
+        engines.load(engine, step, model)
+        made.take(*engine.step())
+        pauses.append(time.perf_counter() - ended)
+    pause = statistics.median(pauses) - statistics.median(usual)
+    print(f"pause for new weights: {1e3 * pause:.1f} ms; a step: {1e3 * statistics.median(usual):.1f} ms")
+    made.to_the_end(engine)
+    assert sorted(made.finished) == [item.trajectory for item in given]
+    worst = made.worst(given, {0: _A, 1: _B, 2: _A, 3: _B}, TEMPERATURE)
+    assert worst.keys() == {0, 1, 2, 3}
+    assert max(worst.values()) < ATOL, worst
+    wrong = made.worst(given, {0: _B, 1: _A, 2: _B, 3: _A}, TEMPERATURE)
+    assert min(wrong.values()) > 0.1, "the two models cannot be told apart"
+
+
+def test_segments_are_as_long_as_asked_for_and_a_trajectory_ends_once(engine: Engine) -> None:
+    given, made = engines.items(LEASE, max_new=30), Made()
+    engine.add(given)
+    made.to_the_end(engine)
+    assert sorted(made.finished) == [item.trajectory for item in given]
+    for item in given:
+        tokens = made.tokens(item.trajectory)
+        assert EOS not in tokens[:-1]
+        assert tokens[-1] == EOS or len(tokens) == item.max_new
+        lengths = [len(segment.tokens) for segment in made.segments[item.trajectory]]
+        assert all(length == SEGMENT for length in lengths[:-1]), lengths
+        assert lengths[-1] <= SEGMENT
+
+
+def test_a_trajectory_that_another_life_began_goes_on_where_it_stands(engine: Engine) -> None:
+    so_far = (Segment(7, 0, (5, 6, 7), (-1.0, -1.0, -1.0), Version(0, 1)),)
+    item, made = Item(7, 1, (2, 3, 4), so_far, max_new=12), Made()
+    made.segments[7] = list(so_far)
+    engine.add([item])
+    made.to_the_end(engine)
+    made.segments[7] = made.segments[7][1:]
+    assert made.finished == [7]
+    assert made.worst([item], {0: _A}, TEMPERATURE)[0] < ATOL
+
+
+def test_a_trajectory_with_nowhere_to_grow_is_finished_without_a_segment(engine: Engine) -> None:
+    ended = Item(1, 0, (2, 3), (Segment(1, 0, (4, EOS), (-1.0, -1.0), Version(0, 1)),), max_new=5)
+    full = Item(2, 0, (2, 3), (), max_new=0)
+    too_long = Item(3, 0, (2,) * 256, (), max_new=5)
+    engine.add([ended, full, too_long])
+    assert engine.busy
+    assert engine.step() == ([], [1, 2, 3])
+    assert not engine.busy
+
+
+def test_a_trajectory_ends_where_the_models_length_does(engine: Engine) -> None:
+    item, made = Item(1, 0, tuple(range(2, 102)) + (2,) * 150, (), max_new=200), Made()
+    engine.add([item])
+    made.to_the_end(engine)
+    assert made.finished == [1]
+    assert len(made.tokens(1)) <= 6
+
+
+def test_it_has_room_for_a_lease_and_takes_more_as_trajectories_end(engine: Engine) -> None:
+    assert engine.room == LEASE
+    given, made = engines.items(LEASE, max_new=200), Made()
+    engine.add(given[:3])
+    assert engine.room == LEASE - 3
+    made.steps(engine, 3)
+    engine.add(given[3:])
+    assert engine.room == 0
+    while not made.finished:
+        made.steps(engine, 1)
+    assert engine.room > 0
+    assert engine.busy
+    late = engines.items(engine.room, first=100)
+    engine.add(late)
+    made.to_the_end(engine)
+    assert sorted(made.finished) == [item.trajectory for item in (*given, *late)]
+    assert made.worst([*given, *late], {0: _A}, TEMPERATURE)[0] < ATOL
+
+
+def test_a_dropped_trajectory_grows_no_more_and_the_others_go_on(engine: Engine) -> None:
+    given, made = engines.items(4, max_new=200), Made()
+    engine.add(given)
+    made.steps(engine, 5)
+    engine.drop([1, 2, 77])
+    assert engine.room == LEASE - 2
+    made.to_the_end(engine)
+    assert sorted(made.finished) == [0, 3]
+    assert made.segments.keys() == {0, 3}
+    engine.add([given[1]])  # it may be given again
+    made.to_the_end(engine)
+    assert 1 in made.finished
+
+
+def test_whoever_leaves_hands_over_what_was_made_so_far(engine: Engine) -> None:
+    given, made = engines.items(4, max_new=200), Made()
+    engine.add(given)
+    made.steps(engine, 5)
+    assert not made.segments
+    made.take(*engine.rest())
+    assert {len(made.tokens(n)) for n in range(4)} == {5}
+    assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine: Engine) -> None:
+    good = weights(_B)
+    wrong_shape = good | {"lm_head.weight": torch.zeros(2, 2)}
+    missing = {name: tensor for name, tensor in good.items() if name != "model.norm.weight"}
+    for wrong, why in ((wrong_shape, r"v1\.1: lm_head.weight is \(2, 2\)"), (missing, "v1.1: .*model.norm.weight")):
+        with pytest.raises(ValueError, match=why):
+            engine.load(Version(1, 1), wrong.items())
+    given, made = engines.items(4), Made()
+    engine.add(given)
+    made.to_the_end(engine)
+    assert made.worst(given, {0: _A}, TEMPERATURE).keys() == {0}
+    assert made.worst(given, {0: _A}, TEMPERATURE)[0] < ATOL
+
+
+def test_loaded_weights_do_not_hang_on_the_memory_they_came_in(engine: Engine) -> None:
+    borrowed = {name: tensor.clone() for name, tensor in weights(_B).items()}
+    engine.load(Version(1, 1), borrowed.items())
+    for tensor in borrowed.values():
+        tensor.zero_()
+    given, made = engines.items(4), Made()
+    engine.add(given)
+    made.to_the_end(engine)
+    assert made.worst(given, {1: _B}, TEMPERATURE)[1] < ATOL
+
+
+def test_a_probe_notices_weights_that_cannot_be_right_also_while_trajectories_run(engine: Engine) -> None:
+    broken = weights(_B) | {"lm_head.weight": torch.full_like(weights(_B)["lm_head.weight"], torch.nan)}
+    engine.load(Version(1, 1), broken.items())
+    with pytest.raises(RuntimeError, match=r"weights v1\.1 gives log-probability nan"):
+        engine.probe()
+    engines.load(engine, 2, _A)
+    engine.add(engines.items(4))
+    engine.probe()
+    engine.load(Version(3, 1), broken.items())
+    with pytest.raises(RuntimeError, match=r"weights v3\.1 gives log-probability nan"):
+        engine.probe()
+
+
+def test_tied_embeddings_are_the_new_ones_in_the_output_too(tmp_path: Path) -> None:
+    spec = engines.tied_folder(tmp_path / "model")
+    first, second = engines.random_weights(spec, 1), engines.random_weights(spec, 2)
+    engine = engines.vllm_engine(spec, tmp_path, Sampling(segment_tokens=SEGMENT))
+    given, made = engines.items(4, max_new=60), Made()
+    engines.load(engine, 0, first)
+    engine.add(given)
+    made.steps(engine, 11)
+    engines.load(engine, 1, second)
+    made.to_the_end(engine)
+    worst = made.worst(given, {0: first, 1: second}, 1.0)
+    assert worst.keys() == {0, 1}
+    assert max(worst.values()) < ATOL, worst
+    engine.close()
+
+
+def test_nothing_is_sampled_before_weights_have_come(tmp_path: Path) -> None:
+    engine = engines.vllm_engine(SPEC, tmp_path, Sampling())
+    engine.add(engines.items(1))
+    with pytest.raises(RuntimeError, match="no weights"):
+        engine.step()
+    engine.close()

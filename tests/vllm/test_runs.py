@@ -1,0 +1,129 @@
+"""Whole runs on the local cluster whose rollouts are vLLM's; everything else is as in any run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.processes import look
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.runs import TestRun, all_work, check_sound, submit_here
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+WITHIN = 400.0
+"""s; vLLM takes 10 s to start on two free cores, and minutes on busy ones"""
+ROLLOUT, VICTIM = ReplicaId("rollout/0"), ReplicaId("rollout/1")
+
+
+def _job(steps: int, rollouts: int, *, vllm: str = "", extra: str = "") -> str:
+    return f"""
+[run]
+name = "vllm"
+steps = {steps}
+[cluster]
+kind = "local"
+spares = 0
+node = {{ cpus = 2, mem = "4GiB" }}
+[task]
+dataset = "spiral_matrix"
+args = {{ min_n = 2, max_n = 2 }}
+prompt = "{{metadata[matrix]}}="
+[model]
+head_dim = 32
+tokenizer = {{ pieces = "0123456789=", join = " ", ignore = "[], " }}
+[sampling]
+prompts_per_step = 4
+group_size = 4
+max_new_tokens = 12
+temperature = 0.9
+[roles.trainer]
+warm = false
+[roles.rollout]
+replicas = {rollouts}
+engine = "vllm"
+vllm = {{ {vllm} }}
+mem = "2GiB"
+segment_tokens = 4
+[limits]
+beat = "1s"
+silence = "60s"
+poll = "2s"
+step_grace = "60s"
+{extra}
+"""
+
+
+def test_a_run_learns_from_vllm_rollouts_and_goes_on_while_a_killed_one_comes_back(tmp_path: Path) -> None:
+    with _running(tmp_path, _job(100_000, 2)) as run:
+        victim = run.wait(lambda s: s.step >= 3 and all_work(s), within=WITHIN).replica(VICTIM)
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        back = victim.incarnation + 1
+        run.wait(lambda s: s.replica(VICTIM).incarnation == back and s.replica(VICTIM).holds is not None, WITHIN)
+        held = run.state().step
+        run.wait(lambda s: s.step >= held + 3, within=WITHIN)
+    check_sound(run.run)
+    drifts = [s.event.metrics["drift"] for s in run.events() if isinstance(s.event, ev.StepCommitted)]
+    print(f"{len(drifts)} steps; drift of the last: {drifts[-1]:.1e}")
+    ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded)]
+    assert [end.life.replica for end in ends if end.signal == signal.SIGKILL] == [VICTIM], "others had to be killed"
+    assert not [end.life.replica for end in ends if end.code], "somebody failed by itself"
+
+
+def test_a_rollout_dies_with_a_worker_process_of_vllm_and_every_one_of_them_with_it(tmp_path: Path) -> None:
+    with _running(tmp_path, _job(100_000, 1, vllm="tensor_parallel_size = 2")) as run:
+        first = run.wait(lambda s: s.step >= 1, within=WITHIN).replica(ROLLOUT)
+        workers = _workers(run, first.step or "")
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)
+        _wait_gone(workers)
+        second = run.wait(lambda s: s.replica(ROLLOUT).incarnation == first.incarnation + 1, WITHIN)
+        ended = next(s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.step == first.step)
+        assert ended.code not in (0, None)
+        second = run.wait(lambda s: s.replica(ROLLOUT).holds is not None and s.step > second.step, WITHIN)
+        workers = _workers(run, second.replica(ROLLOUT).step or "")
+        assert len(workers) == 2
+        os.kill(second.replica(ROLLOUT).pid or 0, signal.SIGKILL)
+        _wait_gone(workers)
+
+
+@contextmanager
+def _running(folder: Path, toml: str) -> Iterator[TestRun]:
+    """Cancelled and gone afterwards, whatever happened."""
+    run = submit_here(folder, toml)
+    try:
+        yield run
+    finally:
+        if run.state().outcome is None:
+            with run.call("cancel", run.run.id) as process:
+                assert process.wait(120) == 0
+        run.wait_gone(120)
+
+
+def _workers(run: TestRun, step: str) -> list[int]:
+    """vLLM's worker processes of one step of the run. They carry its mark as every process of it does."""
+    mark = f"{LAUNCH_ENV}={run.run.launch_file(step)}".encode()
+    found = []
+    for pid, command in run.processes().items():
+        try:
+            marked = mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if marked and command.startswith("VLLM::Worker"):
+            found.append(pid)
+    return found
+
+
+def _wait_gone(pids: list[int]) -> None:
+    until = time.monotonic() + 60
+    while left := [pid for pid in pids if look(pid) is not None]:
+        assert time.monotonic() < until, f"left behind: {left}"
+        time.sleep(0.1)

@@ -1,0 +1,75 @@
+"""What vLLM is told, and what is refused before a rollout joins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+import rrl
+from rrl.roles.model import skeleton
+from rrl.roles.rollout import main as rollout_main
+from rrl.roles.rollout import vllm_setup
+from rrl.roles.rollout.vllm_setup import CannotWork
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.vllm.engines import MEMORY, SPEC, VOCABULARY
+
+pytestmark = pytest.mark.vllm
+
+
+def _configure(folder: Path, lease: int = 16, **given: Any) -> Any:
+    vllm_setup.environment(1)
+    made = vllm_setup.folder_of(skeleton(SPEC, VOCABULARY), folder)
+    return vllm_setup.configure(
+        made, dtype="float32", max_length=SPEC.max_length, seed=3, lease=lease, memory=MEMORY, given=given
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"max_num_seq": 8}, r"^\[roles.rollout\] vllm.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$"),
+        ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is not yours to set: it is \[model\] path"),
+        ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is not yours to set: the trainer needs"),
+        ({"max_num_seqs": -1}, r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ says: .*max_num_seqs"),
+        ({"kv_cache_dtype": "none such"}, r"vLLM \S+ says: .*"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_told_in_one_line(tmp_path: Path, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(CannotWork, match=told) as caught:
+        _configure(tmp_path, **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_users_arguments_reach_vllm_and_the_rest_fits_a_rollout_on_cpu(tmp_path: Path) -> None:
+    plain, moved = _configure(tmp_path), _configure(tmp_path, max_num_seqs=5, kv_cache_memory_bytes=2**25)
+    assert (plain.scheduler_config.max_num_seqs, moved.scheduler_config.max_num_seqs) == (16, 5)
+    assert moved.cache_config.kv_cache_memory_bytes == 2**25
+    assert plain.model_config.max_model_len == SPEC.max_length
+    assert plain.model_config.enforce_eager
+    a_token = 2 * SPEC.layers * SPEC.kv_heads * SPEC.head_dim * 4  # bytes: keys and values of each layer
+    assert 16 * 256 * a_token <= plain.cache_config.kv_cache_memory_bytes <= MEMORY / 2
+    many = _configure(tmp_path, lease=100_000)
+    assert many.scheduler_config.max_num_seqs == 1024
+    assert many.cache_config.kv_cache_memory_bytes == pytest.approx(MEMORY / 2, rel=0.01)
+
+
+def test_a_rollout_whose_engine_cannot_work_ends_before_it_joins_with_code_2_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = msgspec.to_builtins(SPEC) | {"head_dim": 16, "tokenizer": {"pieces": "0123456789"}}
+    me = SimpleNamespace(  # without __enter__: it cannot be joined
+        job={"model": model, "run": {"seed": 0}},
+        settings={"engine": "vllm", "threads": 1, "lease": 16, "mem": MEMORY, "vllm": {}},
+        launch=SimpleNamespace(life=Life(ReplicaId("rollout/0"), 1), standby=False),
+        run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
+    )
+    monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        rollout_main.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].startswith("rrl: [model] head_dim is 16: on CPU vLLM has kernels for [32, 64,")
