@@ -20,6 +20,7 @@ from rrl.cli.views.summary import summary_view
 from rrl.manager import submit as starting
 from rrl.manager.journal import JournalError
 from rrl.manager.lease import LeaseHeld
+from rrl.manager.resuming import pending
 from rrl.spec.job import Job
 from rrl.spec.load import load_job
 from rrl.spec.rundir import RunDir, runs_root
@@ -77,7 +78,7 @@ def manage(name: str) -> int:
     """Be the manager of an existing run. Exit code 0 when it completed, or when this manager left before its end."""
     run = find_run(name)
     state = read(run)
-    if state is not None and state.outcome is not None:
+    if state is not None and state.outcome is not None and pending(run) is None:  # a resume is taken up
         raise BadInput(f"{run.id} has ended already: {state.outcome.value}")
     check_whole(run)
     # Ctrl-C leaves in order, as SIGTERM does: whoever looks after a run by hand must not end it by a slip

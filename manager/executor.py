@@ -36,7 +36,7 @@ class Executor:
         prepare: Callable[[Launch], Step],
         tell: Callable[[StopStep, float], Awaitable[bool]],
         inject: Callable[[Perform], Awaitable[None]],
-        check: Callable[[], None],
+        check: Callable[[], Awaitable[None]],
         adopt: Callable[[Launch], Awaitable[None]],
     ) -> None:
         self._cluster = cluster
@@ -72,7 +72,7 @@ class Executor:
         pause = AGAIN
         while True:
             try:
-                while not self._may_act():
+                while not await self._may_act():
                     await asyncio.sleep(AGAIN)
                 await self._carry_out(action)
                 return
@@ -91,10 +91,10 @@ class Executor:
             await asyncio.sleep(pause)
             pause = min(2 * pause, SELDOM)  # whoever is away is not called back by asking more often
 
-    def _may_act(self) -> bool:
+    async def _may_act(self) -> bool:
         """False while the run directory is away: nobody can tell then. Raises LeaseLost."""
         try:
-            self._check()
+            await self._check()
         except OSError:
             return False
         return True

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from rrl.manager.journal import Follower, JournalError
-from rrl.manager.mailbox import letters
+from rrl.manager.resuming import pending
 from rrl.spec.rundir import RunDir
 
 PAUSE = 1.0
@@ -57,7 +57,7 @@ def ended(run: RunDir) -> bool:
     """The journal has the run's end, and nobody has ordered that it goes on. Raises JournalError or OSError where that
     cannot be read."""
     state = Follower(run).state()
-    return state is not None and state.outcome is not None and not any(one.job for one in letters(run))
+    return state is not None and state.outcome is not None and pending(run) is None
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ RELEASED = -1
 
 LOOKS = 20
 """within the patience, so that no single moment decides"""
+LOOK_BY = 1.0
+"""s that whoever wants to decide or say something waits for a look; shared storage answers within 10 ms, or hangs"""
 
 
 class Holder(Struct, frozen=True):
@@ -54,6 +56,9 @@ class Lease:
         self._patience = patience
         self._checked = time.monotonic()
         """when it was last seen that there is no successor"""
+        self._look: asyncio.Task[None] | None = None
+        self._look_began = 0.0
+        self._checking = asyncio.Lock()
 
     @classmethod
     async def acquire(cls, run: RunDir, patience: float, job: str = "") -> Lease:
@@ -72,18 +77,31 @@ class Lease:
         return cls(run, epoch + 1, mine, patience)
 
     def check(self) -> None:
-        """Raises LeaseLost when a successor exists: called before every mutation. Raises OSError where that cannot be
-        seen."""
+        """Raises LeaseLost when a successor exists. Raises OSError where that cannot be seen. Blocks for as long as the
+        storage does."""
         if _file(self._run, self.epoch + 1).exists():
             raise LeaseLost(f"epoch {self.epoch + 1} has begun: another manager of {self._run.id} took over")
         self._checked = time.monotonic()
 
-    def heed(self) -> None:
+    async def checked(self) -> None:
+        """:meth:`check` in a thread, one at a time: called before every mutation, which waits while storage hangs."""
+        async with self._checking:
+            await asyncio.to_thread(self.check)
+
+    async def heed(self) -> None:
         """Raises LeaseLost when a successor exists, and looks only where nobody has for half a lease: who is renewed
-        has, who was frozen has not. Called before anything is decided or said. Storage that is away says nothing."""
-        if time.monotonic() - self._checked >= self._patience / 2:
+        has, who was frozen has not. Called before anything is decided or said. Storage that is away says nothing, nor
+        does storage that hangs: the look is waited for by whoever comes within ``LOOK_BY`` of its beginning, and what
+        it sees in the end is heeded then."""
+        if self._look is None and time.monotonic() - self._checked >= self._patience / 2:
+            self._look, self._look_began = asyncio.create_task(asyncio.to_thread(self.check)), time.monotonic()
+        if (look := self._look) is None:
+            return
+        await asyncio.wait((look,), timeout=max(0.0, self._look_began + LOOK_BY - time.monotonic()))
+        if look.done():
+            self._look = None if self._look is look else self._look
             with contextlib.suppress(OSError):
-                self.check()
+                look.result()
 
     def renew(self) -> None:
         """Move the counter (blocking, about a write). Raises LeaseLost, or OSError when it cannot be written."""

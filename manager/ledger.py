@@ -71,6 +71,10 @@ class Summary(Struct, frozen=True):
     """managers that this run has had"""
     outage_tokens: int = 0
     """that rollouts generated while the trainer was away, and that are kept; of outages under one manager"""
+    stale_groups: int = 0
+    """that were dropped because a token was older than ``[sampling] staleness`` allows"""
+    stale_share: float = 0.0
+    """of all groups that were trained or dropped for it"""
     drain_requests: list[DrainRequest] = []
     """nodes that should be drained and that we may not drain"""
 
@@ -180,6 +184,8 @@ class _Ledger:
         self.ended: float | None = None
         self.drains = DrainRequests()
         self.outage_tokens = 0
+        self.stale = 0, 0.0
+        """groups dropped as stale, and their share, as of the newest step that told"""
         self.tokens_before: dict[int, int] = {}
         """when the trainer went; by epoch"""
         self.between = 0.0
@@ -208,6 +214,8 @@ class _Ledger:
 
     def _rest(self, event: Any, at: float) -> None:
         if isinstance(event, ev.StepCommitted):
+            if "stale_groups" in event.metrics and event.step >= self.step:
+                self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
             self.step = max(self.step, event.step)
             self.committed_at = at if self.committed_at is None else self.committed_at
             if "reward" in event.metrics:
@@ -369,6 +377,8 @@ class _Ledger:
             run_seconds=round(wall, 2),
             epochs=self.epochs,
             outage_tokens=self.outage_tokens,
+            stale_groups=self.stale[0],
+            stale_share=self.stale[1],
             drain_requests=self.drains.requests,
         )
 

@@ -14,16 +14,15 @@ from msgspec import Struct
 
 from rrl.manager.saying import say
 from rrl.spec.faults import Fault
-from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
 
 _LARGEST = 4 * 2**20
-"""bytes of a letter that are read; a command has some hundred, a job of 1,000 roles 1 MiB"""
+"""bytes of a letter that are read; a command has some hundred"""
 
 
 class Letter(Struct, frozen=True):
-    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, ``resume``, or ``inject`` with its fault. ``id`` is
-    its file's name: a command is taken once."""
+    """One command: ``cancel``, ``restart``, ``drain``, ``undrain``, or ``inject`` with its fault. ``id`` is its file's
+    name: a command is taken once."""
 
     command: str
     by: str = ""
@@ -35,8 +34,6 @@ class Letter(Struct, frozen=True):
     """``drain``: in the person's own words"""
     keep: bool = False
     """``cancel``: leave the allocations"""
-    job: JobView | None = None
-    """``resume``: the job as it goes on"""
 
 
 def letters(run: RunDir) -> list[Letter]:

@@ -18,7 +18,7 @@ import msgspec
 
 from rrl.health.guards import detect
 from rrl.health.sightings import Watch
-from rrl.manager import ballast
+from rrl.manager import ballast, resuming
 from rrl.manager import events as ev
 from rrl.manager.actions import (
     Drain,
@@ -100,6 +100,8 @@ class Manager:
         self._flushed = 0.0
         self._cancelled_early = ""
         self._senses: list[asyncio.Task[None]] = []
+        self._reading: asyncio.Task[None] | None = None
+        """of exit records"""
         self._todo: list[Outside] = []
         """intended, not yet known to be durable"""
 
@@ -142,7 +144,7 @@ class Manager:
             run, self._cluster, lambda: self.state, self.record, self._listener.send, steps, self._ear.workers.get
         )
         self._executor = Executor(
-            self._cluster, self.record, deeds.prepare, deeds.tell_step, self._performer.perform, self._lease.check,
+            self._cluster, self.record, deeds.prepare, deeds.tell_step, self._performer.perform, self._lease.checked,
             self._ear.adoptions.adopt,
         )
         stack.push_async_callback(self._executor.close)
@@ -151,10 +153,10 @@ class Manager:
         self.record(ev.ManagerStarted(socket.gethostname(), os.getpid(), job))
         if self._cancelled_early:
             self.cancel(self._cancelled_early)
-        if self.state.outcome is not None:
-            await self._resume()
-        self._adopt()
+        await self._resume()
+        await self._adopt()
         write_atomically(run.manager, msgspec.json.encode(self._listener.address))
+        stack.push_async_callback(self._stop_reading)
         senses = (self._hear(), _again(self._eye.watch), self._renew(), _again(self._mailbox))
         self._senses = [asyncio.create_task(sense) for sense in senses]
         stack.push_async_callback(_cancelled, self._senses)
@@ -203,7 +205,7 @@ class Manager:
                 if task.done():
                     task.result()
             self._wake.clear()
-            self._lease.heed()  # nothing is decided, and nobody told anything, by one that was succeeded
+            await self._lease.heed()  # nothing is decided, and nobody told anything, by one that was succeeded
             self._notice_own_pause()
             self._eye.consider()
             look_again = self._detect()
@@ -329,14 +331,19 @@ class Manager:
     async def _hear(self) -> None:
         while True:
             incoming = await self._listener.receive()
-            self._lease.heed()
+            await self._lease.heed()
             try:
                 await self._ear.hear(incoming)
             except (OSError, ValueError, KeyError) as error:  # one message must not end the manager
                 say(f"{type(incoming.message).__name__} could not be heard: {error!r}")
 
     def _looked(self) -> None:
-        self._ear.exit_records()
+        """Ends are read beside everything else: storage that hangs keeps nobody from being heard."""
+        read = self._reading
+        if read is None or read.done():
+            self._reading = asyncio.create_task(self._ear.exit_records())
+            if read is not None:
+                read.result()
         self._wake.set()
 
     async def _renew(self) -> None:
@@ -371,17 +378,23 @@ class Manager:
             await asyncio.sleep(MAILBOX)
 
     async def _resume(self) -> None:
-        """The run has ended; a person may have ordered that it goes on. Nothing of it lives that could see the summary
-        go."""
-        for letter in await asyncio.to_thread(letters, self._run_dir):
-            if letter.job is not None:
-                self.record(ev.Resumed(letter.by or "somebody", letter.id, letter.job))
-                await asyncio.to_thread(self._journal.flush)
-                self._run_dir.summary.unlink(missing_ok=True)
-                await asyncio.to_thread(taken, self._run_dir, letter)
+        """The run may have ended, and a person have ordered that it goes on. Nothing of it lives that could see its
+        files change."""
+        order = await asyncio.to_thread(resuming.take, self._run_dir)
+        if order is None:
+            return
+        if order.id not in self.state.commands:  # else a predecessor recorded it, and came no further
+            if self.state.outcome is None or order.ended != self.state.ended:
+                say(f"{order.by} ordered too late that the run goes on: it does already, or has ended once more")
+                await asyncio.to_thread(resuming.drop, self._run_dir)
+                return
+            self.record(ev.Resumed(order.by, order.id, order.job))
+            await asyncio.to_thread(self._journal.flush)
+        self._run_dir.summary.unlink(missing_ok=True)
+        await asyncio.to_thread(resuming.place, self._run_dir)
 
     # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
-    def _adopt(self) -> None:
+    async def _adopt(self) -> None:
         """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
         for replica in self.state.replicas.values():
             if replica.believed and replica.node is not None:
@@ -389,7 +402,7 @@ class Manager:
                 self._watch.launched(replica.life, replica.node, self.now(), told, self.state.job.recovery.adopt)
                 if replica.step is None:  # its end is recorded, and nothing was concluded from it yet
                     self._ear.ended_before(replica.life)
-        self._ear.exit_records()
+        await self._ear.exit_records()
         stale = {key: finding for key, finding in self.state.findings.items() if not finding.proof}
         self._findings = stale  # cleared unless found again; what was proved stays
         for intent in list(self.state.intents.values()):
@@ -415,6 +428,10 @@ class Manager:
             address.unlink(missing_ok=True)
         return verdict.outcome
 
+    async def _stop_reading(self) -> None:
+        if self._reading is not None:
+            await _cancelled([self._reading])
+
     def _close_journal(self) -> None:
         try:
             self._journal.close()
@@ -423,7 +440,7 @@ class Manager:
 
     async def _release_lease(self) -> None:
         with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: it is waited out
-            self._lease.check()
+            await self._lease.checked()
             await asyncio.to_thread(self._lease.release)
 
 

@@ -22,10 +22,10 @@ import msgspec
 from rrl.manager import own_job
 from rrl.manager.cluster import Cluster
 from rrl.manager.hold import ended
-from rrl.manager.journal import JournalError
+from rrl.manager.journal import Follower, JournalError
 from rrl.manager.launching import keep_passed
 from rrl.manager.lease import LeaseHeld, LeaseLost
-from rrl.manager.mailbox import Letter
+from rrl.manager.resuming import Order, order, pending, withdraw
 from rrl.manager.runtime import Manager
 from rrl.manager.saying import say
 from rrl.spec.descriptors import raise_nofile
@@ -90,18 +90,22 @@ def start(run: RunDir, job: Job) -> str:
         raise
 
 
-def resume(run: RunDir, job: Job, text: bytes, source: Path) -> str:
-    """Have a run that has ended go on, with this job. Returns what there is to be warned of. Raises OSError or
-    RuntimeError when no manager could be started: then it has still ended."""
-    _describe(run, job, text, source)
+def resume(run: RunDir, job: Job, text: bytes, source: Path, end: float) -> str:
+    """Have a run that ended at ``end`` (manager's time) go on, with this job. Returns what there is to be warned of.
+    Raises OSError or RuntimeError when no manager could be started, or somebody else was first: then nothing of the run
+    was changed."""
     view = job.view(sys.executable)
-    order = run.mailbox / f"{time.time_ns()}-{os.getpid()}.json"
-    write_atomically(order, msgspec.json.encode(Letter("resume", getpass.getuser(), job=view)))
+    one = Order(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", view, str(source.resolve()), end)
+    order(run, one, lambda making: _describe(making, job, text, source))
     try:
+        state = Follower(run).state()
+        if state is None or state.ended != end:  # another order was taken since we looked
+            raise RuntimeError(f"it goes on already; see: rrl status {run.id}")
         return start_manager(run, view)
-    except (OSError, RuntimeError):
-        order.unlink(missing_ok=True)
-        raise
+    except (OSError, RuntimeError, JournalError) as error:
+        if withdraw(run):
+            raise
+        return f"a manager has begun, though its start was reported as failed: {error}"
 
 
 def start_manager(run: RunDir, view: JobView) -> str:
@@ -165,10 +169,13 @@ def run_here(run: RunDir, foreground: bool = False) -> str | None:
 
 
 async def _run(run: RunDir, foreground: bool) -> Outcome | None:
-    view = msgspec.json.decode(run.view.read_bytes(), type=JobView)
     if ended(run):  # a successor whose turn came too late
         return None
-    source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
+    if (resumed := pending(run)) is not None:
+        view, source = resumed.job, resumed.source
+    else:
+        view = msgspec.json.decode(run.view.read_bytes(), type=JobView)
+        source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
     cluster, host = _cluster(run, view)
     manager = Manager(run, cluster, view, source, host)
     loop = asyncio.get_running_loop()

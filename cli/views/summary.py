@@ -12,6 +12,8 @@ from rich.text import Text
 from rrl.cli.views.figures import number, span, stage
 
 _COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
+MOST_STALE = 0.5
+"""share of what is made above which it is warned of that it is dropped for its age"""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
 
@@ -36,6 +38,10 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
     if kept := summary.get("outage_tokens"):
         facts.add_row("kept", f"{kept} tokens that rollouts generated while the trainer was away")
+    if stale := summary.get("stale_groups"):
+        share = summary.get("stale_share") or 0.0
+        told = f"{stale} groups, {_share(share)} of what was made, were dropped: older than [sampling] staleness allows"
+        facts.add_row("stale", Text(told, "yellow" if share > MOST_STALE else "none"))
     facts.add_row("in", Text(str(summary.get("run_dir", ""))))
     return Group(title, facts, *([Text(), recoveries_view(recoveries)] if recoveries else []))
 

@@ -113,7 +113,7 @@ def _replacements(
     coming = rooms.coming(part.name)
     missing = nodes_for(state, lacking) + _spares(state, rooms, assigned, part) - coming
     if missing <= 0:
-        return [], refusals[-1].at + window if refusals and part.separate else NEVER
+        return [], refusals[-1].at + window if refusals else NEVER
     if len(refusals) >= REFUSALS:
         without = _without_nodes(state, assigned, part, coming, tuple(refusal.detail for refusal in refusals), now)
         return without, refusals[-REFUSALS].at + window
@@ -148,11 +148,12 @@ def _spares(state: State, rooms: Rooms, assigned: Assignment, part: Part) -> int
 
 
 def _resting(state: State, assigned: Assignment, part: Part, now: float) -> list[Replica]:
-    """Gone on without, for want of nodes, and due for another chance. In a pool they get what the others leave."""
+    """Gone on without, due for another chance, and no node of ours can take them. Where that is refused, too, they are
+    not asked for again before the refusal has left the window; what is queued stays so and is used when it comes."""
     window = state.job.recovery.window
     return [
         replica for members in gangs(state) for replica in members
-        if part.separate and replica.role in part.roles and any(one.status is Status.RETIRED for one in members)
+        if replica.role in part.roles and any(one.status is Status.RETIRED for one in members)
         and replica.id not in assigned.again and not any(one.recent(window, now) for one in members)
     ]  # fmt: skip
 

@@ -41,6 +41,8 @@ _AGAIN = 5.0
 """s beyond a request's own wait after which it is said again: an answer can be lost without the connection"""
 _PAUSE = 0.1
 """s before a request is said again that the store could not judge yet"""
+_LOOK = 0.01
+"""s between two looks whether newer weights are here; nobody is asked for it"""
 
 
 class Refused(RuntimeError):
@@ -63,14 +65,17 @@ class TrajectoryClient:
     """The store, asked as ``life``. Belongs to the asyncio loop in which it is made; :meth:`run` is its task.
 
 
+    ``weights`` gives the step of the newest weights that are here (None: there are none, or nobody asks for them).
     Every method raises TimeoutError when the store does not answer within ``patience`` s (beyond a ``wait``),
     Fenced when this life must leave, and Refused for any other denial.
     """
 
     def __init__(
-        self, keys: RunKeys, life: Life, find_store: Callable[[], Address | None], *, patience: float = 600.0
-    ) -> None:
+        self, keys: RunKeys, life: Life, find_store: Callable[[], Address | None], *,
+        patience: float = 600.0, weights: Callable[[], int | None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._life = life
+        self._weights = weights
         self._patience = patience
         self._dialer = Dialer(keys, Answer, find_store)
 
@@ -86,11 +91,21 @@ class TrajectoryClient:
         await self._dialer.close()
 
     async def lease(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[Item, ...]:
-        """Up to ``at_most`` trajectories; none when there is no work within ``wait`` s.
+        """Up to ``at_most`` trajectories; none when there is no work within ``wait`` s, or none that the weights here
+        are new enough for.
 
         What was leased before is given again, as far as it is not finished and not in ``holding``."""
-        answer = await self._ask(LeaseWork(self._life, at_most, wait, tuple(holding)), wait)
-        return answer.items if isinstance(answer, Leased) else ()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait
+        while True:
+            weights, left = self._weights(), max(0.0, until - loop.time())
+            answer = await self._ask(LeaseWork(self._life, at_most, left, tuple(holding), weights), left)
+            if not isinstance(answer, Leased):
+                return ()
+            while answer.outdated and self._weights() == weights and loop.time() < until:
+                await asyncio.sleep(_LOOK)
+            if not answer.outdated or loop.time() >= until:
+                return answer.items
 
     async def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
         """Durable when it returns. Returns the trajectories that are not ours any more: stop working on them."""

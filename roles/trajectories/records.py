@@ -16,6 +16,8 @@ from rrl.roles.trajectories.types import Score, Segment
 from rrl.spec.words import Life, ReplicaId, Version
 
 FORMAT = 1
+STALE = "stale"
+"""what the reason of every group begins with that was dropped for the age of its tokens"""
 
 
 class Piece(Struct, frozen=True, array_like=True, gc=False):
@@ -74,6 +76,8 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
     groups: tuple[int, ...]
     trajectories: int
     digest: str
+    stale: int = 0
+    """groups of the run that had been dropped as stale before"""
 
 
 class Settled(Struct, frozen=True, tag="settled", array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import msgspec
 
 import rrl
 from rrl.roles.tasks import load_task
-from rrl.roles.tokenizer import Tokenizer
+from rrl.roles.tokenizer import open_tokenizer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Answer,
@@ -29,6 +30,7 @@ from rrl.roles.trajectories.types import (
     Request,
     Scoring,
 )
+from rrl.spec.model_folder import max_length
 from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life
 from rrl.transport.control import Incoming, Listener
@@ -38,8 +40,8 @@ from rrl.transport.wire import TO_STORE
 
 def answer(store: Store, request: Request) -> Answer:
     match request:
-        case LeaseWork(life, at_most, _, holding):
-            return store.lease_work(life, at_most, holding)
+        case LeaseWork(life, at_most, _, holding, weights):
+            return store.lease_work(life, at_most, holding, weights)
         case Append(life, segments, finished):
             return store.append(life, segments, finished)
         case LeaseScoring(life, at_most, _, holding):
@@ -59,7 +61,14 @@ _LOOK = 0.2
 
 
 _EMPTY = (NotYet(), Leased(()), Scoring(()))
-"""Answers that give nothing: a request waits before it gets one, and it is no work done"""
+"""Answers that give nothing: a request waits before it gets one"""
+_OUTDATED = Leased((), outdated=True)
+"""Told at once: whoever must get newer weights first asks again with those"""
+_NO_WORK = (*_EMPTY, _OUTDATED)
+"""Answers that are no work done"""
+WEIGHTS_BY = 300.0
+"""s that newer weights may be on their way while nothing else happens before it is said that they are waited for:
+longer than the largest models take"""
 
 
 class _Parked(msgspec.Struct):
@@ -84,6 +93,8 @@ class Server:
         self._parked: list[_Parked] = []
         self._woken = asyncio.Event()
         self._stopping = False
+        self._wanting_since: float | None = None
+        """since when nothing but newer weights has been waited for, also by the trainer; inf: that was said"""
 
     def peers(self, living: frozenset[Life]) -> None:
         """Who lives, from the manager; durable with the next round, before any later answer."""
@@ -138,7 +149,24 @@ class Server:
         self._store.flush()
         for incoming, said in answers:
             await self._listener.send(incoming.peer, said, incoming.ask)
-        self._done(sum(said not in _EMPTY and not isinstance(said, Denied) for _, said in answers))
+        served = sum(said not in _NO_WORK and not isinstance(said, Denied) for _, said in answers)
+        self._done(served)
+        self._want_weights(now, served, [said for _, said in answers])
+        if warning := self._store.warning():
+            print(f"rrl: {warning}", flush=True)
+
+
+    def _want_weights(self, now: float, served: int, answers: list[Answer]) -> None:
+        """A trainer that waits for a batch has published, or should have, what the rollouts wait for."""
+        if served:
+            self._wanting_since = None
+        elif _OUTDATED in answers and any(isinstance(one.incoming.message, GetBatch) for one in self._parked):
+            if self._wanting_since is None:
+                self._wanting_since = now
+            elif now - self._wanting_since >= WEIGHTS_BY:
+                self._wanting_since = math.inf
+                print("rrl: warning: the trainer waits for a batch, and the rollouts for newer weights than they have:"
+                      " with [sampling] staleness they must be published after each step", flush=True)  # fmt: skip
 
 
 def _living(peers: Peers) -> frozenset[Life]:
@@ -146,9 +174,21 @@ def _living(peers: Peers) -> frozenset[Life]:
 
 
 def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
-    tokenizer = Tokenizer(me.job["model"]["tokenizer"])
+    """Raises ValueError, also when called: for a prompt that cannot be written in tokens, or leaves no room for an
+    answer."""
+    tokenizer = open_tokenizer(me.job["model"])
     task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
-    return lambda index: Prompt(index, tokenizer.encode(task.prompt(index)))
+    answer = me.job["sampling"]["max_new_tokens"]
+    longest = math.inf if me.job["model"].get("path") is None else max_length(me.job["model"])
+
+    def prompt(index: int) -> Prompt:
+        tokens = tokenizer.prompt(task.prompt(index))
+        if len(tokens) + answer > longest:
+            raise ValueError(f"item {index} of [task] is a prompt of {len(tokens)} tokens: with max_new_tokens ="
+                             f" {answer} that is more than the model takes (max_length = {longest})")  # fmt: skip
+        return Prompt(index, tokens)
+
+    return prompt
 
 
 def _open_store(me: rrl.Worker) -> Store:
@@ -161,6 +201,7 @@ def _open_store(me: rrl.Worker) -> Store:
         max_new_tokens=sampling["max_new_tokens"],
         next_prompt=_prompts(me),
         keep_uncommitted=me.job["roles"]["trainer"]["uncommitted"],
+        staleness=sampling.get("staleness"),  # of a run that an earlier rrl began there is no such key
     )
 
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from rrl.roles.trajectories.records import (
     FORMAT,
+    STALE,
     Binding,
     Commitment,
     Dropped,
@@ -50,6 +51,8 @@ class Group(Struct, eq=False):
     unscored: int = 0
     bound: int | None = None
     """the step it is bound to"""
+    oldest: int | None = None
+    """step of the oldest weights that a token of it was sampled with; None: it has no token yet"""
 
 
 class State:
@@ -67,6 +70,8 @@ class State:
         self.committed = 0
         """0 before the first commit: steps count from 1"""
         self.fences: dict[ReplicaId, int] = {}
+        self.stale = 0
+        """groups dropped for the age of their tokens, ever"""
 
     def apply(self, record: Record) -> None:
         match record:
@@ -87,7 +92,8 @@ class State:
                 self.commitments[number] = record
                 self.committed = number
                 self._settle(number - self._keep)
-            case Dropped(group):
+            case Dropped(group, _, reason):
+                self.stale += reason.startswith(STALE)
                 if group in self.groups:  # else it is history, carried on for the audit
                     self.bindings.pop(self.groups[group].bound or 0, None)
                     self._forget(group)
@@ -113,6 +119,8 @@ class State:
             track = self.tracks[piece.trajectory]
             track.pieces.append(piece)
             track.writer = life
+            oldest = track.group.oldest
+            track.group.oldest = piece.step if oldest is None else min(oldest, piece.step)
         for trajectory in finished:
             track = self.tracks[trajectory]
             track.finished, track.writer = True, life
@@ -157,12 +165,12 @@ class State:
         seen = hashlib.sha256(str(number).encode())
         for track in tracks:
             seen.update(encode((track.id, track.group.made.prompt, track.pieces, track.score)))
-        return Binding(number, groups, len(tracks), seen.hexdigest())
+        return Binding(number, groups, len(tracks), seen.hexdigest(), self.stale)
 
     def batch(self, number: int) -> Batch:
         binding = self.bindings[number]
         trajectories = tuple(as_trajectory(track) for track in self._tracks(binding.groups))
-        return Batch(number, binding.groups, binding.digest, trajectories)
+        return Batch(number, binding.groups, binding.digest, trajectories, binding.stale)
 
     def _tracks(self, groups: Iterable[int]) -> list[Track]:
         return [track for group in groups for track in self.groups[group].tracks]

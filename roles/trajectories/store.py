@@ -17,6 +17,7 @@ import msgspec
 
 from rrl.roles.trajectories.audit import Audit
 from rrl.roles.trajectories.durable import Durable
+from rrl.roles.trajectories.freshness import Freshness
 from rrl.roles.trajectories.leases import Believed, Leases
 from rrl.roles.trajectories.records import (
     Commitment,
@@ -49,8 +50,9 @@ class Store:
     """All trajectories of a run, in ``folder``. ``next_prompt(i)`` gives the i-th prompt.
 
     At most ``(max_ahead_batches + 1) * groups_per_batch`` groups are under way beyond what is bound: back-pressure on
-    the rollouts, and a bound on staleness. The trainer may be in a step while ``keep_uncommitted`` before it are done
-    and not committed: so many bindings, and one more, are ahead of the committed step.
+    the rollouts. ``staleness`` bounds the age of tokens (:mod:`rrl.roles.trajectories.freshness`; None: no limit).
+    The trainer may be in a step while ``keep_uncommitted`` before it are done and not committed: so many bindings, and
+    one more, are ahead of the committed step.
     Opening it supersedes whoever has it open. Raises LogDamaged when what was durable cannot be read.
     ``compact_from``: bytes of log below which it is not compacted.
     """
@@ -65,6 +67,7 @@ class Store:
         max_new_tokens: int,
         next_prompt: Callable[[int], Prompt],
         keep_uncommitted: int = 1,
+        staleness: int | None = None,
         compact_from: int = 32 * 2**20,
     ) -> None:
         self._group_size = group_size
@@ -78,7 +81,9 @@ class Store:
         self._scoring = Leases()
         self._durable = Durable(folder, compact_from)
         self._state = self._durable.state
+        self._freshness = Freshness(self._state, staleness, groups_per_batch)
         self._index()
+        self._drop_stale()  # a crash came between, or the run goes on with another limit
 
     def _index(self) -> None:
         """Heaps for finding the oldest quickly; entries that no longer fit are skipped when they come up."""
@@ -135,8 +140,11 @@ class Store:
         return None
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def lease_work(self, life: Life, at_most: int, holding: Sequence[int] = ()) -> Leased | Denied | NotYet:
-        """The oldest unfinished trajectories, with what was made of them; new groups as far as there is room."""
+    def lease_work(
+        self, life: Life, at_most: int, holding: Sequence[int] = (), weights: int | None = None
+    ) -> Leased | Denied | NotYet:
+        """The oldest unfinished trajectories, with what was made of them; new groups as far as there is room. None that
+        would be too old in the end for having been grown by these ``weights`` (a step's)."""
         if no := self._not_a_worker(life):
             return no
         for trajectory in holding:
@@ -145,20 +153,30 @@ class Store:
                 self._writing.take(trajectory, life)  # again, after we restarted
         again = sorted(self._writing.held(life).difference(holding))[:at_most]
         tracks = [self._state.tracks[trajectory] for trajectory in again]
-        while len(tracks) < at_most and (track := self._next_unfinished()) is not None:
+        end = self._freshness.end(weights)
+        while len(tracks) < at_most and (track := self._next_unfinished(end)) is not None:
             self._writing.take(track.id, life)
             tracks.append(track)
-        return Leased(tuple(as_item(track, self._max_new) for track in tracks))
+        outdated = not tracks and at_most > 0 and end <= self._line() < math.inf
+        return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
-    def _next_unfinished(self) -> Track | None:
-        while True:
-            while self._unfinished:
-                track = self._state.tracks.get(heappop(self._unfinished))
-                if track is not None and not track.finished and self._writing.holder(track.id) is None:
-                    return track
-            if self._unbound >= self._most_unbound:
-                return None
+    def _next_unfinished(self, end: float) -> Track | None:
+        """The next one that nobody holds, of a group before ``end``; one of a new group if there is room for it."""
+        if (number := self._line()) >= end:
+            return None
+        if number == self._state.next_group:
             self._make_group()
+        return self._state.tracks[heappop(self._unfinished)]
+
+    def _line(self) -> float:
+        """The number of the group whose turn it is to be worked on; the next new one's if there is room for one, inf
+        if there is none."""
+        while self._unfinished:
+            track = self._state.tracks.get(self._unfinished[0])
+            if track is not None and not track.finished and self._writing.holder(track.id) is None:
+                return track.group.made.group
+            heappop(self._unfinished)
+        return self._state.next_group if self._unbound < self._most_unbound else math.inf
 
     def _make_group(self) -> None:
         number, first = self._state.next_group, self._state.next_trajectory
@@ -174,13 +192,19 @@ class Store:
         return holder == life or (holder is None and track.writer in (None, life))
 
     def append(self, life: Life, segments: Sequence[Segment], finished: Sequence[int] = ()) -> Done | Denied | NotYet:
-        """All of it or nothing. The same words again change nothing."""
+        """All of it or nothing. The same words again change nothing. A group with a token that is too old is dropped
+        instead; its trajectories are lost to whoever works on them."""
         if no := self._not_a_worker(life):
             return no
         try:
             pieces = [pack(segment) for segment in segments]
         except (OverflowError, ValueError) as error:
             return Denied(f"malformed segment: {error}")
+        for piece in pieces:
+            if self._may_write(life, piece.trajectory):
+                group = self._state.tracks[piece.trajectory].group
+                if self._freshness.refuses(group, piece.step):
+                    self._drop(group, self._freshness.reason)
         lost = {piece.trajectory for piece in pieces if not self._may_write(life, piece.trajectory)}
         lost.update(trajectory for trajectory in finished if not self._may_write(life, trajectory))
         fresh, ends = self._news(pieces, finished, lost)
@@ -262,10 +286,21 @@ class Store:
         """Rule 8: the other end of a trajectory. A GRPO group is whole or of no use."""
         if group.bound is None:
             self._unbound -= 1
+            if not group.unscored:
+                self._ready.remove(group.made.group)
+                heapify(self._ready)
         for track in group.tracks:
             self._writing.release(track.id)
             self._scoring.release(track.id)
         self._durable.write(Dropped(group.made.group, len(group.tracks), reason))
+
+    def _drop_stale(self) -> None:
+        for group in list(self._freshness.stale()):
+            self._drop(group, self._freshness.reason)
+
+    def warning(self) -> str | None:
+        """Something that a person should know of, once."""
+        return self._freshness.warning()
 
     def end(self, reason: str) -> None:
         """The run is complete: drop all that no committed step holds."""
@@ -283,7 +318,8 @@ class Store:
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
     def batch(self, life: Life, number: int) -> Bound | NotYet | Denied:
-        """Rule 2: the groups of step ``number``, chosen once for ever. Each member of a gang may ask."""
+        """Rule 2: the groups of step ``number``, chosen once for ever. Each member of a gang may ask. What is too old
+        for the step after it is dropped with it; so all that is there to be chosen from is in time."""
         if no := self._not_the_trainer(life):
             return no
         if number in self._state.bindings:
@@ -296,6 +332,7 @@ class Store:
         chosen = tuple(heappop(self._ready) for _ in range(self._per_batch))
         self._durable.write(self._state.bind(number, chosen))
         self._unbound -= len(chosen)
+        self._drop_stale()
         return Bound(self._state.batch(number))
 
     def commit(self, life: Life, number: int, manifest: dict[str, Any], digest: str) -> Done | Denied:

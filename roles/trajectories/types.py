@@ -72,6 +72,8 @@ class Batch(Struct, frozen=True):
     groups: tuple[int, ...]
     digest: str
     trajectories: tuple[Trajectory, ...]
+    stale: int = 0
+    """groups of the run that had been dropped for the age of their tokens before this batch was chosen"""
 
 
 class Prompt(Struct, frozen=True):
@@ -85,12 +87,15 @@ class Prompt(Struct, frozen=True):
 class LeaseWork(Struct, frozen=True, tag=True):
     """A rollout asks for up to ``at_most`` trajectories. Answered ``Leased``; empty after ``wait`` s without work.
 
-    ``holding``: what it works on already. Whatever else is leased to this life is given again: an answer got lost."""
+    ``holding``: what it works on already. Whatever else is leased to this life is given again: an answer got lost.
+    ``weights``: step of the newest weights that it holds; nothing is begun with weights that will be too old when it is
+    trained on. None: not told, and nothing is held back."""
 
     life: Life
     at_most: int
     wait: float = 1.0
     holding: tuple[int, ...] = ()
+    weights: int | None = None
 
 
 class Append(Struct, frozen=True, tag=True):
@@ -153,6 +158,8 @@ Request = LeaseWork | Append | LeaseScoring | PostScores | GetBatch | Commit | G
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Leased(Struct, frozen=True, tag=True):
     items: tuple[Item, ...]
+    outdated: bool = False
+    """nothing may be begun with the asker's weights: newer ones come first"""
 
 
 class Scoring(Struct, frozen=True, tag=True):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import getpass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from rrl.cli import app
+from rrl.manager import resuming
 from rrl.manager import submit as starting
 from rrl.manager.submit import create
 from rrl.spec.load import load_job
@@ -20,7 +24,8 @@ RUN = "small-7"
 
 
 class Ended:
-    """A run that failed at step 12 of 40, as ``rrl submit`` and its manager left it; ``started``: resumed so often."""
+    """A run that failed at step 12 of 40, as ``rrl submit`` and its manager left it; ``started``: resumed so often.
+    ``starts`` is what a start of its manager does; one that begins puts the new job in place."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(RUNS_ENV, str(root / "runs"))
@@ -31,17 +36,26 @@ class Ended:
         for path in (made.job_toml, made.resolved, made.view, made.keys):
             path.rename(told.path / path.name)
         self.run, self.started = told, 0
+        self.starts: Callable[[], None] = self.begin
         monkeypatch.setattr(starting, "start_manager", self._start)
 
     def _start(self, *_: object) -> str:
-        self.started += 1
+        self.starts()
         return ""
+
+    def begin(self) -> None:
+        self.started += 1
+        assert resuming.take(self.run) is not None
+        resuming.place(self.run)
+
+    def everything(self) -> dict[Path, bytes | None]:
+        return {path: path.read_bytes() if path.is_file() else None for path in self.run.path.rglob("*")}
 
     def refuses(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
         """What is said; nothing was changed or started."""
-        before = {path: path.read_bytes() for path in self.run.path.iterdir() if path.is_file()}
+        before = self.everything()
         assert app.run(["resume", RUN, *options]) == 2
-        assert {path: path.read_bytes() for path in self.run.path.iterdir() if path.is_file()} == before
+        assert self.everything() == before
         assert self.started == 0
         return capsys.readouterr().err
 
@@ -55,6 +69,92 @@ def test_a_run_goes_on_with_more_steps_and_time_and_its_new_spec_is_a_valid_one(
     assert app.run(["resume", RUN, "--steps", "50", "--walltime", "2h"]) == 0
     job = load_job(ended.run.job_toml)
     assert (job.run.steps, job.cluster.walltime, ended.started) == (50, 7200.0, 1)
+    assert not ended.run.resume.exists()
+    assert not ended.run.resuming.exists()
+
+
+def test_where_no_manager_can_be_started_nothing_is_changed(
+    ended: Ended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise OSError("no such partition")
+
+    ended.starts, before = fail, ended.everything()
+    assert app.run(["resume", RUN, "--steps", "50"]) == 1
+    assert capsys.readouterr().err == f"rrl: {RUN} could not be resumed: no such partition\n"
+    assert ended.everything() == before
+    ended.starts = ended.begin
+    assert app.run(["resume", RUN]) == 0
+    assert load_job(ended.run.job_toml).run.steps == 40
+
+
+def test_a_manager_that_took_the_order_goes_on_though_its_start_was_reported_as_failed(
+    ended: Ended, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unanswered() -> None:
+        ended.begin()
+        raise RuntimeError("sbatch: timed out")
+
+    ended.starts = unanswered
+    assert app.run(["resume", RUN, "--steps", "50"]) == 0
+    assert "though its start was reported as failed: sbatch: timed out" in capsys.readouterr().err
+    assert load_job(ended.run.job_toml).run.steps == 50
+
+
+@pytest.mark.parametrize("when", ["while the first prepares", "before a manager takes it up", "and after"])
+def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
+    ended: Ended, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    other = ended.job.with_name("other.toml")
+    other.write_text(ended.job.read_text().replace("steps = 40", "steps = 77"))
+    told: dict[str, tuple[int, str]] = {}
+
+    def second() -> None:
+        ended.starts = lambda: None
+        told["second"] = app.run(["resume", RUN, "--job", str(other)]), capsys.readouterr().err
+
+    def takes() -> None:
+        assert resuming.take(ended.run) is not None
+        second()
+
+    def prepares(run: RunDir, *what: Any) -> None:
+        monkeypatch.undo()
+        monkeypatch.setenv(RUNS_ENV, str(ended.run.path.parent))
+        monkeypatch.setattr(starting, "start_manager", ended._start)
+        starting._describe(run, *what)
+        second()
+
+    ended.starts = takes if when == "and after" else second
+    if when == "while the first prepares":
+        monkeypatch.setattr(starting, "_describe", prepares)
+    told["first"] = app.run(["resume", RUN, "--steps", "50"]), capsys.readouterr().err
+    ended.begin()
+    wins, loses = ("second", "first") if "prepares" in when else ("first", "second")
+    assert told[wins][0] == 0
+    ordered = "has ordered that already; should no manager take it up: rrl manage"
+    assert told[loses] == (1, f"rrl: {RUN} could not be resumed: {getpass.getuser()} {ordered} {RUN}\n")
+    steps = load_job(ended.run.job_toml).run.steps
+    assert steps == (77 if wins == "second" else 50)
+    assert msgspec.json.decode(ended.run.resolved.read_bytes())["job"]["run"]["steps"] == steps
+
+
+def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_hand(
+    ended: Ended, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert app.run(["manage", RUN]) == 2
+    assert "has ended already" in capsys.readouterr().err
+    ended.starts = lambda: None
+    assert app.run(["resume", RUN, "--steps", "50"]) == 0
+    monkeypatch.setattr(starting, "run_here", lambda run, foreground: ended.begin())
+    assert app.run(["manage", RUN]) == 0
+    assert load_job(ended.run.job_toml).run.steps == 50
+
+
+def test_who_was_overtaken_by_another_resume_that_works_already_starts_nothing(ended: Ended) -> None:
+    before, job = ended.everything(), load_job(ended.job)
+    with pytest.raises(RuntimeError, match="it goes on already"):
+        starting.resume(ended.run, job, ended.job.read_bytes(), ended.job, end=-1.0)
+    assert (ended.everything(), ended.started) == (before, 0)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Bench:
     async def _inject(self, action: Perform) -> None:
         self.performed.append(action)
 
-    def _check(self) -> None:
+    async def _check(self) -> None:
         if self.away:
             self.away -= 1
             raise OSError(errno.ESTALE, "Stale file handle")

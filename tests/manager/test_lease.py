@@ -178,11 +178,15 @@ def test_who_was_succeeded_may_neither_act_nor_renew(run: RunDir) -> None:
         first.check()
         first.renew()
         second = await Lease.acquire(run, PATIENCE)
-        for forbidden in (first.check, first.renew, first.heed):
-            with pytest.raises(LeaseLost, match="epoch 2 has begun: another manager of small-1 took over"):
+        told = "epoch 2 has begun: another manager of small-1 took over"
+        for forbidden in (first.check, first.renew):
+            with pytest.raises(LeaseLost, match=told):
                 forbidden()
-        second.check()
-        second.heed()
+        for waited_for in (first.checked, first.heed):
+            with pytest.raises(LeaseLost, match=told):
+                await waited_for()
+        await second.checked()
+        await second.heed()
 
     virtual.run(succeed())
     held = holder(run)
@@ -198,7 +202,7 @@ def test_who_is_renewed_looks_for_a_successor_only_then_and_who_was_frozen_at_on
         monkeypatch.setattr(Lease, "check", lambda lease: looks.append(1))
         for pause in (0.0, 0.4, 0.2):
             await asyncio.sleep(pause * PATIENCE)
-            first.heed()
+            await first.heed()
             looks.append(0)
         return looks
 
@@ -340,7 +344,7 @@ def test_the_hosts_clock_may_jump_by_an_hour_and_nobody_loses_his_lease_for_it(
         monkeypatch.setattr(virtual.Clock, "time", staticmethod(lambda: wall() + 3600 * hours))
         with pytest.raises(LeaseHeld, match="lives on"):
             await rival
-        first.heed()
+        await first.heed()
         living.cancel()
 
     virtual.run(jump())

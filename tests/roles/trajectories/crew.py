@@ -46,20 +46,24 @@ def segment(trajectory: int, offset: int = 0, tokens: Sequence[int] = (5, 1), st
     return Segment(trajectory, offset, tuple(tokens), (-0.5,) * len(tokens), Version(step, 1))
 
 
-def lease(store: Store, who: Life = ROLLOUT, at_most: int = 1000, holding: Sequence[int] = ()) -> tuple[Item, ...]:
-    answer = store.lease_work(who, at_most, holding)
+def lease(
+    store: Store, who: Life = ROLLOUT, at_most: int = 1000, holding: Sequence[int] = (), weights: int | None = None
+) -> tuple[Item, ...]:
+    answer = store.lease_work(who, at_most, holding, weights)
     assert isinstance(answer, Leased), answer
     return answer.items
 
 
-def generate(store: Store, who: Life = ROLLOUT, at_most: int = 1000, tokens: Sequence[int] = (5, 1)) -> list[int]:
-    """Lease, and grow all of it to its end by ``tokens``, as far as there is room."""
-    items = lease(store, who, at_most)
+def generate(
+    store: Store, who: Life = ROLLOUT, at_most: int = 1000, tokens: Sequence[int] = (5, 1), weights: int | None = None
+) -> list[int]:
+    """Lease, and grow all of it to its end by ``tokens``, as far as there is room. ``weights``: None are step 0's."""
+    items = lease(store, who, at_most, (), weights)
     segments = []
     for item in items:
         offset = MAX_NEW - item.max_new
         if item.max_new:
-            segments.append(segment(item.trajectory, offset, tokens[: item.max_new]))
+            segments.append(segment(item.trajectory, offset, tokens[: item.max_new], weights or 0))
     done = [item.trajectory for item in items]
     assert store.append(who, segments, done) == Done()
     store.flush()

@@ -50,6 +50,8 @@ from rrl.tests.roles.trajectories.crew import (
 AFTER = (9, 9, 9, 9)
 """what is generated after the crash; what was acknowledged before it has other tokens"""
 NEXT = life("trainer/0", 2)
+_LATE = 3
+"""the step whose binding makes a group too old, where there is a limit"""
 
 
 class Acknowledged(Struct):
@@ -81,6 +83,7 @@ class Script:
         self.said: list[tuple[Request, Answer]] = []
         self.promised: list[Acknowledged] = [Acknowledged(0)]
         self.store = open_store(folder, **changed)
+        self._staleness = changed.get("staleness")
         self.store.flush()
         self.promised = [Acknowledged(log_in(folder).stat().st_size)]
 
@@ -114,9 +117,10 @@ class Script:
 
         self._say(Append(who, tuple(segments), finished), grown)
 
-    def generate(self, who: Life, tokens: tuple[int, ...]) -> None:
+    def generate(self, who: Life, tokens: tuple[int, ...], step: int) -> None:
         items = [item for item in self.lease(who) if not item.so_far]
-        self.append(who, [segment(item.trajectory, 0, tokens) for item in items], tuple(i.trajectory for i in items))
+        self.append(who, [segment(item.trajectory, 0, tokens, step) for item in items],
+                    tuple(item.trajectory for item in items))  # fmt: skip
 
     def score(self, reward: float) -> None:
         leased = self.store.lease_scoring(REWARD, 3)
@@ -133,6 +137,8 @@ class Script:
         def bound(now: Acknowledged, given: Answer) -> None:
             assert isinstance(given, Bound)
             now.bound[number], now.fence = given.batch, who.incarnation
+            if number == _LATE and self._staleness is not None:
+                now.dropped[f"stale: a token is more than {self._staleness} weight versions old"] = GROUP
 
         given = self._say(GetBatch(who, number), bound)
         assert isinstance(given, Bound)
@@ -142,14 +148,17 @@ class Script:
     def run(self, steps: int = 4) -> None:
         for number in range(1, steps + 1):
             mine, yours = self.lease(ROLLOUT, 5), self.lease(OTHER)
-            self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), number) for x in mine if not x.so_far])
+            begun = {x.trajectory: number for x in mine}
+            if number == _LATE and self._staleness is not None:  # just in time for this step, of which it is none
+                begun[mine[-1].trajectory] = number - 1 - self._staleness
+            self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far])
             rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
             self.append(ROLLOUT, rest, tuple(x.trajectory for x in mine))
             self.append(OTHER, [segment(x.trajectory, 0, (7, 1), number) for x in yours],
                         tuple(x.trajectory for x in yours))  # fmt: skip
             if number == 2:
                 self.drop(mine[0].trajectory)
-                self.generate(OTHER, (8, 1))
+                self.generate(OTHER, (8, 1), number)
             while self._unscored():
                 self.score(number / 8)
             self.step(number, TRAINER if number < 3 else NEXT)
@@ -165,18 +174,20 @@ def _go_on(store: Store, who: Life, to: int) -> Iterator[Batch]:
     assert isinstance(start, CommittedState)
     for number in range((start.number or 0) + 1, to + 1):
         for _ in range(3):
-            generate(store, tokens=AFTER)
+            generate(store, tokens=AFTER, weights=number - 1)
             score(store, reward=-1.0)
         batch = bind(store, number, who)
         yield batch
         commit(store, batch, who)
 
 
-def check(folder: Path, promised: Acknowledged, to: int, again: Sequence[tuple[Request, Answer]] = ()) -> None:
+def check(
+    folder: Path, promised: Acknowledged, to: int, again: Sequence[tuple[Request, Answer]] = (), **changed: Any
+) -> None:  # fmt: skip
     """A store that opens ``folder`` keeps all of ``promised``, gives ``again`` the same answers to the same words, and
     goes on to step ``to`` with nothing lost and nothing trained twice."""
     who = NEXT
-    store = open_store(folder)
+    store = open_store(folder, **changed)
     for request, given in again:
         fenced = request.life == TRAINER and promised.fence > TRAINER.incarnation
         if not isinstance(given, Leased):  # what was leased is forgotten, and given to whoever asks first

@@ -21,6 +21,8 @@ from rrl.tests.roles.trajectories.script import Script, check
 
 COMPACTS = 900
 """bytes of log from which it is compacted: several times within the script"""
+STALENESS = 1
+"""a group is dropped for it, in one flush with a binding"""
 STEPS = 8
 """the script has two less; what is left of any crash is brought to so many"""
 
@@ -31,7 +33,7 @@ def _scripted(folder: Path, disk: FakeDisk) -> Script:
     def noted(promise: int) -> None:
         disk.note = promise
 
-    script = Script(folder, noted, compact_from=COMPACTS)
+    script = Script(folder, noted, compact_from=COMPACTS, staleness=STALENESS)
     try:
         script.run(STEPS - 2)
         disk.watch = False
@@ -75,6 +77,7 @@ def test_the_script_meets_every_kind_of_record_and_of_call(lived: Lived) -> None
         kinds |= {type(decode(payload)) for payload in read_frames(path)}
         path.unlink()
     assert kinds == set(get_args(Record))
+    assert any(reason.startswith("stale") for reason in lived[0].promised[-1].dropped)
     assert {call.split()[0] for call in lived[1].calls} == {"open", "write", "fdatasync", "fsync", "replace"}
     assert sum(call.startswith("replace") for call in lived[1].calls) >= 3, "it was opened, and compacted twice"
 
@@ -91,7 +94,8 @@ def _crash_everywhere(lived: Lived, tmp_path: Path, cuts: Callable[[int, int], I
             seen.add(mark)
             again = script.said[max(0, moment.note - 1) : moment.note + 1]
             try:
-                check(_laid_out(tmp_path / str(len(seen)), image), script.promised[moment.note], STEPS, again)
+                folder = _laid_out(tmp_path / str(len(seen)), image)
+                check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS)
             except BaseException as error:
                 error.add_note(f"{moment.number}: {moment.call}; {({name: len(data) for name, data in image.items()})}")
                 raise
@@ -128,7 +132,7 @@ def test_any_call_may_fail_and_nothing_is_told_that_is_not_durable(lived: Lived,
                 open_store(folder)  # started again while there is no room yet
         again = whole.said[max(0, promised - 1) : promised + 1]
         try:
-            check(folder, whole.promised[promised], STEPS, again)
+            check(folder, whole.promised[promised], STEPS, again, staleness=STALENESS)
         except BaseException as wrong:
             wrong.add_note(f"{number}: {disk.calls[number]}")
             raise

@@ -4,13 +4,15 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
-from rrl.roles.trajectories.server import Server
+from rrl.roles.trajectories.server import Server, answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Answer,
@@ -42,9 +44,11 @@ from rrl.tests.roles.trajectories.crew import (
     manifest,
     open_store,
     segment,
+    train,
 )
 from rrl.tests.roles.trajectories.store_process import StoreProcess
-from rrl.transport.control import Incoming, Listener
+from rrl.transport.control import Dialer, Incoming, Listener
+from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Peer, Peers
 
 DEADLINE = 60.0
@@ -261,9 +265,9 @@ def _serve(
     tmp_path: Path,
     play: Callable[[Store, Server, Script], Awaitable[None]],
     done: Callable[[int], None] = lambda _: None,
+    store: Store | None = None,
 ) -> None:
-    async def run() -> None:
-        store = open_store(tmp_path)
+    async def run(store: Store) -> None:
         script = Script(store)
         server = Server(store, cast(Listener, script), done)
         running = asyncio.create_task(server.run())
@@ -271,7 +275,7 @@ def _serve(
         server.stop()
         await running
 
-    asyncio.run(run())
+    asyncio.run(run(store or open_store(tmp_path)))
 
 
 def test_requests_that_come_together_share_one_flush(tmp_path: Path) -> None:
@@ -320,6 +324,74 @@ def test_a_request_waits_for_as_long_as_it_says_and_is_served_as_soon_as_it_can_
         assert len(leased.items) == 8
 
     _serve(tmp_path, play)
+
+
+class InThisProcess:
+    """A dialer whose store is here. ``asked``: what it was asked."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.asked: list[Any] = []
+
+    async def ask(self, request: Any, timeout: float) -> Answer:
+        self.asked.append(request)
+        return answer(self.store, request)
+
+
+def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_ones(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = open_store(tmp_path, staleness=0)
+        train(store, 1)
+        here = [0]
+        client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None, weights=lambda: here[0])
+        dialer = InThisProcess(store)
+        client._dialer = cast(Dialer, dialer)
+        assert await client.lease(8, wait=0.0) == ()
+        waiting = asyncio.create_task(client.lease(8, wait=DEADLINE))
+        while len(dialer.asked) < 2:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert len(dialer.asked) == 2, "the store is not asked again before anything can be otherwise"
+        here[0] = 1
+        assert len(await waiting) == BATCH * GROUP
+        assert [request.weights for request in dialer.asked] == [0, 0, 1]
+
+    asyncio.run(run())
+
+
+def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp_path: Path) -> None:
+    served: list[int] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, LeaseWork(ROLLOUT, 8, wait=DEADLINE, weights=0))
+        await script.until(lambda: 0 in script.told)
+        assert script.told[0] == Leased((), outdated=True)
+
+    store = open_store(tmp_path, staleness=0)
+    train(store, 1)
+    _serve(tmp_path, play, served.append, store)
+    assert sum(served) == 0
+
+
+def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server_module, "WEIGHTS_BY", 0.0)
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, LeaseWork(ROLLOUT, 8, weights=0))  # the trainer is in its step: that they are old is no wonder
+        script.say(1, LeaseWork(ROLLOUT, 8, weights=0))
+        await script.until(lambda: len(script.told) == 2)
+        assert "for newer weights" not in capsys.readouterr().out
+        script.say(9, GetBatch(TRAINER, 2, wait=DEADLINE))
+        for ask in (2, 3, 4, 5):
+            script.say(ask, LeaseWork(ROLLOUT, 8, weights=0))
+            await script.until(partial(script.told.__contains__, ask))
+
+    store = open_store(tmp_path, staleness=0)
+    train(store, 1)
+    _serve(tmp_path, play, store=store)
+    assert capsys.readouterr().out.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
 
 
 def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Path) -> None:

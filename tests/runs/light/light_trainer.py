@@ -28,7 +28,8 @@ def main() -> None:
         for batch in me.batches(after=step):
             with me.phase("train"):
                 time.sleep(STEP_SECONDS)
-                taken = [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs} for t in batch.trajectories]
+                taken = [{"id": t.id, "tokens": t.tokens, "marks": t.logprobs, "weights": [v.step for v in t.versions]}
+                         for t in batch.trajectories]  # fmt: skip
                 path = seen / f"{batch.number}.{me.launch.life.incarnation}.json"
                 path.write_text(json.dumps(taken))
                 _meet(me, str(batch.number))

@@ -1,0 +1,189 @@
+"""A run directory that does not answer at all: whoever speaks to the manager is heard meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager import hearing as hearing_module
+from rrl.manager import lease as lease_module
+from rrl.manager.cluster import Cluster
+from rrl.manager.lease import Lease, LeaseLost
+from rrl.manager.runtime import Manager
+from rrl.spec.launch import ExitRecord
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Version
+from rrl.tests.manager.jobs import RUN, job
+from rrl.tests.manager.test_hearing import HELLO, LAUNCHED, N1, R1, STEP, WANTED, Hearing
+from rrl.transport import messages as msg
+from rrl.transport.control import Incoming
+
+DEADLINE = 60.0
+PATIENCE = 3600.0
+
+
+class Storage:
+    """Calls of the file system that hang until it is ``back``. ``hung``: how many do."""
+
+    def __init__(self) -> None:
+        self.back = threading.Event()
+        self.hung = 0
+
+    def hangs(self, module: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+        really = getattr(module, name)
+
+        def slow(*words: Any) -> Any:
+            self.hung += 1
+            assert self.back.wait(DEADLINE)
+            return really(*words)
+
+        patch.setattr(module, name, slow)
+
+
+@pytest.fixture
+def storage() -> Iterator[Storage]:
+    storage = Storage()
+    yield storage
+    storage.back.set()
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+class Line:
+    """A listener without a socket."""
+
+    def __init__(self) -> None:
+        self.arrived: asyncio.Queue[Incoming] = asyncio.Queue()
+        self.told: list[Any] = []
+
+    async def receive(self) -> Incoming:
+        return await self.arrived.get()
+
+    def say(self, message: Any) -> None:
+        self.arrived.put_nowait(Incoming(b"peer", 1, message))
+
+
+def _overdue(lease: Lease) -> None:
+    """Nobody has looked for a successor for half a lease."""
+    cast(Any, lease)._checked -= PATIENCE
+
+
+async def _manager(standing: Hearing, lease: Lease, line: Line) -> Any:
+    """As far as it hears; its ear is ``standing``'s."""
+
+    async def told(peer: bytes, message: Any, ask: int | None = None) -> None:
+        line.told.append(message)
+
+    manager: Any = Manager(standing.run, cast(Cluster, None), job(), "job.toml", "127.0.0.1")
+    cast(Any, standing.ear)._send = told
+    manager._lease, manager._listener, manager._ear = lease, line, standing.ear
+    return manager
+
+
+def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_what_it_holds_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
+) -> None:
+    standing = Hearing(tmp_path, *LAUNCHED)
+    monkeypatch.setattr(lease_module, "LOOK_BY", 0.05)
+
+    async def live() -> None:
+        lease, line = await Lease.acquire(standing.run, PATIENCE), Line()
+        manager = await _manager(standing, lease, line)
+        standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(ExitRecord(STEP, R1, N1, 3, None, "exited", 0.0)))
+        storage.hangs(hearing_module, "read_exit", monkeypatch)
+        storage.hangs(lease_module, "_file", monkeypatch)
+        _overdue(lease)
+        manager._looked()
+        hears = asyncio.create_task(manager._hear())
+        line.say(WANTED)
+        line.say(HELLO)
+        await until(lambda: any(isinstance(one, msg.Welcome) for one in line.told))
+        for step in range(50):
+            line.say(msg.Holds(R1, Version(step, 1)))
+        await until(lambda: ev.VersionHeld(R1, Version(49, 1)) in standing.events)
+        manager._looked()
+        assert storage.hung == 2, "one look for a successor, one for ends: who waits anyway is not asked again"
+        assert not storage.back.is_set()
+        storage.back.set()
+        await until(lambda: ev.StepEnded(R1, STEP, 3, None, "exited") in standing.events)
+        hears.cancel()
+        await asyncio.gather(hears, return_exceptions=True)
+
+    asyncio.run(live())
+
+
+def test_a_witness_is_heard_too_and_what_it_saw_counts_as_soon_as_it_can_be_read_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
+) -> None:
+    standing = Hearing(tmp_path, *LAUNCHED)
+    standing.hear(WANTED)
+    monkeypatch.setattr(hearing_module, "READ_BY", 0.05)
+    storage.hangs(hearing_module, "read_exit", monkeypatch)
+
+    async def live() -> None:
+        await standing.hear_now(msg.Gone(R1, STEP, N1), b"agent")
+        await standing.hear_now(HELLO, b"peer")
+        assert any(isinstance(one, msg.Welcome) for one in standing.sent)
+        assert not any(isinstance(event, ev.StepEnded) for event in standing.events)
+        storage.back.set()
+        await until(lambda: any(isinstance(event, ev.StepEnded) for event in standing.events))
+
+    asyncio.run(live())
+
+
+def test_a_successor_that_a_look_saw_in_the_end_is_heeded_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
+) -> None:
+    run = RunDir(tmp_path / RUN)
+    run.create()
+    monkeypatch.setattr(lease_module, "LOOK_BY", 0.05)
+
+    async def live() -> None:
+        lease = await Lease.acquire(run, PATIENCE)
+        (run.epochs / "000002").touch()
+        await lease.heed()  # it was looked a moment ago
+        storage.hangs(lease_module, "_file", monkeypatch)
+        _overdue(lease)
+        for _ in range(3):
+            await lease.heed()
+        assert storage.hung == 1
+        storage.back.set()
+        assert lease._look is not None
+        await asyncio.wait((lease._look,), timeout=DEADLINE)
+        with pytest.raises(LeaseLost, match="epoch 2"):
+            await lease.heed()
+
+    asyncio.run(live())
+
+
+def test_nobody_decides_while_the_first_look_after_a_freeze_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage
+) -> None:
+    run = RunDir(tmp_path / RUN)
+    run.create()
+    monkeypatch.setattr(lease_module, "LOOK_BY", DEADLINE)
+
+    async def live() -> None:
+        lease = await Lease.acquire(run, PATIENCE)
+        (run.epochs / "000002").touch()
+        storage.hangs(lease_module, "_file", monkeypatch)
+        _overdue(lease)
+        both = [asyncio.create_task(lease.heed()) for _ in range(2)]
+        await until(lambda: storage.hung)
+        assert not any(task.done() for task in both)
+        storage.back.set()
+        said = await asyncio.gather(*both, return_exceptions=True)
+        assert [type(one) for one in said] == [LeaseLost, LeaseLost]
+
+    asyncio.run(live())

@@ -1,0 +1,137 @@
+"""The order that a run goes on: whole or not at all, taken once, and gone on with whoever dies over it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.manager import resuming
+from rrl.manager.hold import ended
+from rrl.manager.journal import Follower
+from rrl.manager.resuming import AlreadyOrdered, Order
+from rrl.spec.jobview import Limits
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Outcome
+from rrl.tests.manager import virtual
+from rrl.tests.manager.jobs import RUN, job
+from rrl.tests.manager.site import Site, prepare
+from rrl.transport.keys import RunKeys
+
+FILES = ("job.toml", "resolved.json", "view.json", "passed.json")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    for name in FILES:
+        (run.path / name).write_text("old")
+    return run
+
+
+def _order(by: str = "ada") -> Order:
+    return Order(by, f"id-{by}", job(), "/home/job.toml", 7.0)
+
+
+def _fill(making: RunDir) -> None:
+    for name in FILES:
+        (making.path / name).write_text("new")
+
+
+def _files(run: RunDir) -> set[str]:
+    return {(run.path / name).read_text() for name in FILES}
+
+
+def test_an_order_changes_nothing_until_it_is_taken_and_placed(run: RunDir) -> None:
+    resuming.order(run, _order(), _fill)
+    assert (resuming.pending(run), _files(run)) == (_order(), {"old"})
+    assert (resuming.take(run), _files(run)) == (_order(), {"old"})
+    resuming.place(run)
+    assert (resuming.pending(run), _files(run)) == (None, {"new"})
+    assert resuming.take(run) is None
+    assert not [path for path in run.path.iterdir() if "resum" in path.name]
+
+
+def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(run: RunDir) -> None:
+    before = sorted(run.path.iterdir())
+    resuming.order(run, _order(), _fill)
+    assert resuming.withdraw(run)
+    assert sorted(run.path.iterdir()) == before
+    resuming.order(run, _order("bob"), _fill)
+    assert resuming.take(run) == _order("bob")
+    assert not resuming.withdraw(run)
+    with pytest.raises(AlreadyOrdered, match="bob has ordered that already"):
+        resuming.order(run, _order(), _fill)
+
+
+def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
+    def full(making: RunDir) -> None:
+        _fill(making)
+        raise OSError(28, "No space left on device")
+
+    before = sorted(run.path.iterdir())
+    with pytest.raises(OSError, match="No space"):
+        resuming.order(run, _order(), full)
+    assert sorted(run.path.iterdir()) == before
+
+
+@pytest.mark.parametrize("moved", range(len(FILES)))
+def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one_that_does_the_rest(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    resuming.order(run, _order(), _fill)
+    resuming.take(run)
+    done: list[Any] = []
+
+    def dies(source: Any, target: Any, really: Any = os.replace) -> None:
+        if len(done) == moved:
+            raise KeyboardInterrupt
+        done.append(really(source, target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies)
+        with pytest.raises(KeyboardInterrupt):
+            resuming.place(run)
+    assert resuming.take(run) == _order(), "the next manager finds it"
+    resuming.place(run)
+    assert (_files(run), resuming.pending(run)) == ({"new"}, None)
+
+
+def test_what_is_no_order_is_put_aside_and_the_next_one_counts(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.resume.mkdir()
+    (run.resume / "order.json").write_text('{"by": 7}')
+    assert resuming.pending(run) is None
+    assert "holds no order" in capsys.readouterr().err
+    resuming.order(run, _order(), _fill)
+    assert resuming.take(run) == _order()
+
+
+def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / RUN)
+    run.create()
+    RunKeys.make().save(run.keys)
+
+    async def live() -> None:
+        site = Site(run, job(spares=0, limits=Limits(beat=2.0, silence=8.0, join=40.0, lease=10.0)), 8, -1, -1)
+        prepare(site, monkeypatch)
+        outcome = await site.manage()
+        await site.to_rest()
+        resuming.order(run, _order(), lambda _: None)
+        assert not ended(run), "a manager is to look at it"
+        assert await site.manage() == outcome
+        await site.to_rest()
+
+    virtual.run(live())
+    state = Follower(run).state()
+    assert state is not None
+    assert isinstance(state.outcome, Outcome)
+    assert resuming.pending(run) is None
+    assert ended(run)
+    assert "ada ordered too late" in capsys.readouterr().err

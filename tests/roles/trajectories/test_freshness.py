@@ -1,0 +1,399 @@
+"""No token is trained on that is older than ``[sampling] staleness`` allows, and the run goes on nevertheless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import Batch, Bound, CommittedState, Denied, Done, Leased, NotYet
+from rrl.roles.worker import _told_by
+from rrl.spec.words import Life
+from rrl.tests.roles.trajectories.crew import (
+    BATCH,
+    GROUP,
+    MAX_NEW,
+    OTHER,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    bind,
+    commit,
+    generate,
+    lease,
+    life,
+    open_store,
+    score,
+    segment,
+    train,
+)
+
+SIZE = BATCH * GROUP
+"""trajectories of a step"""
+
+
+def _too_old(most: int) -> str:
+    return f"stale: a token is more than {most} weight versions old"
+
+
+def _outdated(store: Store, weights: int, who: Life = ROLLOUT) -> bool:
+    answer = store.lease_work(who, 1, (), weights)
+    assert isinstance(answer, Leased)
+    assert not (answer.items and answer.outdated)
+    return answer.outdated
+
+
+# ── what is dropped ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_groups_too_old_for_the_next_step_are_dropped_with_the_binding_of_the_one_before(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=1, max_ahead_batches=3)
+    generate(store)
+    score(store)
+    assert [bind(store, number).number for number in (1, 2)] == [1, 2]  # for step 2 the newest weights are step 1's
+    audit = store.audit()
+    assert audit.dropped == {_too_old(1): 2 * SIZE}
+    assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
+    commit(store, bind(store, 1))
+    assert store.batch(TRAINER, 3) == NotYet()
+    generate(store, weights=1)
+    score(store)
+    assert {v.step for t in bind(store, 3).trajectories for v in t.versions} == {1}
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_token_may_be_just_as_old_as_allowed_and_not_a_version_older(tmp_path: Path, most: int) -> None:
+    store = open_store(tmp_path, staleness=most, max_ahead_batches=9)
+    lease(store, weights=None)
+    for number in range(1, most + 2):
+        first = SIZE * (number - 1)
+        these = range(first, first + SIZE)
+        assert store.append(ROLLOUT, [segment(t) for t in these], these) == Done()
+        score(store)
+        commit(store, bind(store, number))
+    denied = store.append(ROLLOUT, [segment(t) for t in range(first + SIZE, first + 2 * SIZE)])
+    assert isinstance(denied, Denied)
+    assert store.batch(TRAINER, most + 2) == NotYet()
+
+
+def test_one_old_token_of_one_trajectory_costs_the_whole_group_and_no_other(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    lease(store)
+    assert store.append(ROLLOUT, [segment(t, 0, (5, 6), 0) for t in range(SIZE)], range(SIZE)) == Done()
+    assert store.append(ROLLOUT, [segment(5, 0, (5,), 0)]) == Done()
+    score(store)
+    commit(store, bind(store, 1))
+    rest = [segment(t, 0, (5, 6), 1) for t in (4, 6, 7)]
+    denied = store.append(ROLLOUT, [*rest, segment(5, 1, (6,), 1)], (4, 5, 6, 7))
+    assert isinstance(denied, Denied)
+    assert set(denied.lost) == {4, 5}  # whoever worked on them learns it with its next word
+    assert store.append(ROLLOUT, rest[1:], (6, 7)) == Done()
+    assert store.audit().dropped == {_too_old(0): GROUP}
+
+
+def test_what_is_half_made_and_can_be_in_time_no_more_is_dropped_and_leased_to_nobody(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    generate(store, at_most=SIZE)
+    half = [item.trajectory for item in lease(store, ROLLOUT, GROUP)]
+    assert store.append(ROLLOUT, [segment(t, 0, (5,)) for t in half]) == Done()
+    score(store)
+    commit(store, bind(store, 1))
+    store.peers({OTHER, REWARD, TRAINER})
+    assert not set(half) & {item.trajectory for item in lease(store, OTHER, weights=1)}
+
+
+def test_tokens_of_weights_too_old_are_not_kept_and_their_group_ends_there(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    train(store, 1)
+    (item, *_) = lease(store, weights=1)
+    denied = store.append(ROLLOUT, [segment(item.trajectory, 0, (5, 1), 0)], [item.trajectory])
+    assert isinstance(denied, Denied)
+    assert item.trajectory in denied.lost
+    assert store.append(OTHER, [segment(item.trajectory + GROUP, 0, (5,), 0)]) != Done()  # not its to end
+    assert store.audit().dropped[_too_old(0)] >= GROUP
+
+
+def test_the_words_of_a_batch_that_is_bound_are_right_again_however_old(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0, keep_uncommitted=2)
+    generate(store, at_most=SIZE)
+    score(store)
+    first = bind(store, 1)
+    generate(store, at_most=SIZE, weights=1)
+    score(store)
+    bind(store, 2)
+    assert store.append(ROLLOUT, [segment(t) for t in range(SIZE)], range(SIZE)) == Done()
+    assert bind(store, 1) == first
+
+
+def test_without_a_limit_nothing_is_dropped_and_nobody_is_held_back(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=20)
+    generate(store, weights=0)
+    for number in range(1, 20):
+        score(store)
+        commit(store, bind(store, number))
+    assert not _outdated(store, 0)
+    assert store.audit().dropped == {}
+
+
+# ── bindings stand ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_trainer_that_goes_back_to_an_older_step_is_given_the_same_batches_of_the_same_versions(
+    tmp_path: Path
+) -> None:
+    store = open_store(tmp_path, staleness=0, keep_uncommitted=2)
+    batches = []
+    for number in (1, 2, 3):
+        generate(store, at_most=SIZE, weights=number - 1)
+        score(store)
+        batches.append(bind(store, number))
+    again = life("trainer/0", 2)
+    store = open_store(tmp_path, staleness=0, keep_uncommitted=2, living=(ROLLOUT, REWARD, again))
+    assert store.committed(again) == CommittedState(None, None)
+    assert _outdated(store, 0)  # of the new incarnation, yet as old as they were
+    for batch in batches:
+        assert bind(store, batch.number, again) == batch
+        commit(store, batch, again)
+    generate(store, weights=3)
+    score(store)
+    assert bind(store, 4, again).stale == 0
+
+
+def test_a_limit_that_is_new_since_the_store_was_open_last_holds_for_what_it_kept(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_ahead_batches=3)
+    generate(store)
+    score(store)
+    bound = [bind(store, number) for number in (1, 2)]
+    store.flush()
+    store = open_store(tmp_path, staleness=1)
+    assert store.audit().dropped == {_too_old(1): 2 * SIZE}
+    assert [bind(store, number) for number in (1, 2)] == bound
+
+
+def test_a_batch_tells_how_many_groups_were_dropped_before_it_and_tells_it_for_ever(tmp_path: Path) -> None:
+    changed: dict[str, Any] = {"staleness": 0, "compact_from": 1}
+    store = open_store(tmp_path, **changed)
+    train(store, 1)  # by a rollout that does not say which weights it has: half of it is for step 2
+    generate(store, weights=1)
+    score(store)
+    second = bind(store, 2)
+    assert (bind(store, 1).stale, second.stale) == (0, BATCH)
+    for _ in range(2):
+        store.flush()
+        store = open_store(tmp_path, **changed)
+        assert bind(store, 2) == second
+    commit(store, second)
+    generate(store, weights=2)
+    score(store)
+    assert bind(store, 3).stale == BATCH
+
+
+# ── nothing is begun in vain ───────────────────────────────────────────────────────────────────────────────────────
+def test_a_rollout_waits_for_newer_weights_rather_than_begin_what_will_be_too_old(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0, max_ahead_batches=3)
+    assert len(lease(store, weights=0)) == SIZE, "what step 1 takes, whatever may be worked ahead"
+    assert _outdated(store, 0, OTHER)
+    store.append(ROLLOUT, [segment(t) for t in range(SIZE)], range(SIZE))
+    score(store)
+    commit(store, bind(store, 1))
+    assert _outdated(store, 0)
+    assert len(lease(store, weights=1)) == SIZE
+    assert store.audit().dropped == {}
+
+
+def test_with_weights_of_each_age_a_rollout_works_as_far_ahead_as_they_will_be_in_time(tmp_path: Path) -> None:
+    third = life("rollout/2")
+    store = open_store(tmp_path, staleness=2, max_ahead_batches=9, living=(ROLLOUT, OTHER, third, REWARD, TRAINER))
+    for number in (1, 2, 3):
+        generate(store, at_most=SIZE, weights=number - 1)
+        score(store)
+        commit(store, bind(store, number))
+    assert _outdated(store, 0)
+    assert len(lease(store, OTHER, weights=1)) == SIZE
+    assert len(lease(store, ROLLOUT, weights=2)) == SIZE
+    assert _outdated(store, 2, third)
+    assert len(lease(store, third, weights=3)) == SIZE
+    assert _outdated(store, 3, life("rollout/2")) is False, "its own is given again"
+
+
+def test_where_there_is_no_room_newer_weights_would_not_help_and_are_not_waited_for(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=5)
+    assert len(lease(store, weights=0)) == 2 * SIZE
+    assert not _outdated(store, 0, OTHER)
+
+
+def test_what_the_dead_began_goes_to_nobody_whose_weights_are_too_old_for_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    train(store, 1)
+    store.append(ROLLOUT, [segment(item.trajectory, 0, (5,), 1) for item in lease(store, weights=1)])
+    store.peers({OTHER, REWARD, TRAINER})
+    assert _outdated(store, 0, OTHER)
+    assert len(lease(store, OTHER, weights=1)) == SIZE
+
+
+# ── it goes on ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_one_slow_rollout_with_current_weights_is_enough_for_each_step(tmp_path: Path, most: int, ahead: int) -> None:
+    """Slower than the trainer by as much as it can be: a trajectory at a time, a token at a time."""
+    store = open_store(tmp_path, staleness=most, max_ahead_batches=ahead)
+    for number in range(1, 6):
+        for _ in range(2 * SIZE):
+            if isinstance(answer := store.batch(TRAINER, number), Bound):
+                break
+            for item in lease(store, at_most=1, weights=number - 1):
+                for offset in range(MAX_NEW - item.max_new, MAX_NEW):
+                    assert store.append(ROLLOUT, [segment(item.trajectory, offset, (5,), number - 1)]) == Done()
+            score(store)
+        assert isinstance(answer, Bound)
+        commit(store, answer.batch)
+    assert store.audit().dropped == {}
+
+
+class _Run:
+    """A trainer that publishes after each step, and rollouts that get its weights when it pleases them."""
+
+    def __init__(self, folder: Path, most: int, ahead: int) -> None:
+        self.folder, self.most = folder, most
+        self.changed: dict[str, Any] = {"staleness": most, "max_ahead_batches": ahead, "compact_from": 3000}
+        self.lives = {"rollout/0": 1, "rollout/1": 1, "trainer/0": 1, "reward/0": 1}
+        self.weights = {"rollout/0": 0, "rollout/1": 0}
+        self.hands: dict[Life, dict[int, int]] = {}
+        self.published = 0
+        self.batches: dict[int, Batch] = {}
+        self.store = self.open()
+
+    def living(self) -> list[Life]:
+        return [life(*each) for each in self.lives.items()]
+
+    def open(self) -> Store:
+        return open_store(self.folder, self.living(), **self.changed)
+
+    def restart(self) -> None:
+        self.store.flush()
+        self.store.close()
+        self.store = self.open()
+
+    def succeed(self, name: str) -> None:
+        self.lives[name] += 1
+        self.store.peers(self.living())
+        if name == "trainer/0":
+            said = self.store.committed(life(name, self.lives[name]))
+            assert isinstance(said, CommittedState)
+            self.published = said.number or 0
+
+    def lease(self, name: str, at_most: int) -> None:
+        who = life(name, self.lives[name])
+        hands = self.hands.setdefault(who, {})
+        for item in lease(self.store, who, at_most, list(hands), self.weights[name]):
+            hands[item.trajectory] = MAX_NEW - item.max_new
+
+    def grow(self, name: str, which: int, by: int) -> None:
+        who = life(name, self.lives[name])
+        if hands := self.hands.setdefault(who, {}):
+            trajectory = sorted(hands)[which % len(hands)]
+            by = min(by, MAX_NEW - hands[trajectory])
+            piece = segment(trajectory, hands[trajectory], (by + 2,) * by, self.weights[name])
+            hands[trajectory] += by
+            if self.store.append(who, [piece]) != Done() or hands[trajectory] == MAX_NEW:
+                del hands[trajectory]
+
+    def bind(self) -> bool:
+        """The trainer asks for its next batch, learns, publishes."""
+        who, number = life("trainer/0", self.lives["trainer/0"]), self.published + 1
+        answer = self.store.batch(who, number)
+        if not isinstance(answer, Bound):
+            assert answer == NotYet()
+            return False
+        assert self.batches.setdefault(number, answer.batch) == answer.batch
+        oldest = min(version.step for each in answer.batch.trajectories for version in each.versions)
+        assert oldest >= number - 1 - self.most
+        self.published = number
+        return True
+
+    def commit(self) -> None:
+        said = self.store.committed(life("trainer/0", self.lives["trainer/0"]))
+        assert isinstance(said, CommittedState)
+        if (number := (said.number or 0) + 1) <= self.published:
+            commit(self.store, self.batches[number], life("trainer/0", self.lives["trainer/0"]))
+
+
+_Move = st.tuples(
+    st.sampled_from(["lease", "grow", "work", "work", "score", "fetch", "bind", "bind", "commit", "restart", "die"]),
+    st.integers(0, 11),
+)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moves=st.lists(_Move, max_size=80), most=st.integers(0, 2), ahead=st.integers(0, 2))
+def test_whatever_happened_before_each_step_is_fresh_and_a_rollout_with_current_weights_gets_the_run_on(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]], most: int, ahead: int
+) -> None:
+    run = _Run(tmp_path_factory.mktemp("any"), most, ahead)
+    for what, n in moves:
+        name = f"rollout/{n % 2}"
+        if what == "lease":
+            run.lease(name, n)
+        elif what == "grow":
+            run.grow(name, n // 2, 1 + n % 3)
+        elif what == "work":
+            run.lease(name, n)
+            for _ in range(n):
+                run.grow(name, 0, MAX_NEW)
+            score(run.store)
+        elif what == "score":
+            score(run.store, at_most=n)
+        elif what == "fetch":
+            run.weights[name] = run.published
+        elif what == "bind":
+            run.bind()
+        elif what == "commit":
+            run.commit()
+        elif what == "restart":
+            run.restart()
+        elif what == "die":
+            run.succeed("trainer/0" if n < 3 else name)
+    run.succeed("rollout/0")  # its manager does away with one that does not get on; the other one is slow
+    for _ in range(4):
+        for _ in range(3 * SIZE + 8):
+            run.weights["rollout/1"] = run.published
+            run.lease("rollout/1", 1)
+            run.grow("rollout/1", 0, MAX_NEW)
+            score(run.store)
+            run.commit()
+            if run.bind():
+                break
+        else:
+            raise AssertionError(f"step {run.published + 1} does not come about")
+    audit = run.store.audit()
+    assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
+    assert set(audit.dropped) <= {_too_old(most)}
+    assert {number: batch.groups for number, batch in run.batches.items()} == audit.steps
+    run.store.close()
+
+
+def test_of_a_batch_the_trainer_tells_what_was_dropped_before_it_where_there_is_a_limit(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    train(store, 1)
+    generate(store, weights=1)
+    score(store)
+    second = bind(store, 2)
+    assert _told_by(second, 0) == {"reward": 1.0, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
+    assert _told_by(second, None) == {"reward": 1.0}
+
+
+# ── it is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("vain", "warned"), [(1, 0), (2, 1)])
+def test_it_is_warned_of_once_when_most_of_what_is_made_is_dropped(tmp_path: Path, vain: int, warned: int) -> None:
+    store = open_store(tmp_path, staleness=0)
+    told = []
+    for number in range(1, 8):
+        for _ in range(vain if number > 1 else 0):
+            items = [item.trajectory for item in lease(store, at_most=SIZE)]
+            assert isinstance(store.append(ROLLOUT, [segment(t, 0, (5,), number - 2) for t in items]), Denied)
+        generate(store, at_most=SIZE, weights=number - 1)
+        score(store)
+        commit(store, bind(store, number))
+        told += [said for said in [store.warning()] if said is not None]
+    assert len(told) == warned
+    assert all("were dropped" in said and "raise [sampling] staleness" in said for said in told)

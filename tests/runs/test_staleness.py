@@ -1,0 +1,32 @@
+"""``[sampling] staleness`` in whole runs: each step learns from tokens as fresh as asked for, whoever dies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.runs import check_sound, light_job, submit_here
+
+TRAINER = ReplicaId("trainer/0")
+KILL = '[[faults.planned]]\nkind = "kill"\ntarget = "trainer/0"\nat = "step=2"\n'
+
+
+def test_with_a_staleness_of_zero_each_step_is_on_policy_even_after_the_trainer_died(tmp_path: Path) -> None:
+    toml = light_job("local", 6, extra=KILL).replace("[sampling]", "[sampling]\nahead = 2\nstaleness = 0")
+    run = submit_here(tmp_path, toml)
+    state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", 6), state.why
+    assert state.replica(TRAINER).incarnation == 2
+    run.wait_gone()
+    check_sound(run.run)
+    seen = set()
+    for path in (run.run.path / "batches").glob("*.json"):
+        number = int(path.name.partition(".")[0])
+        assert {step for one in json.loads(path.read_text()) for step in one["weights"]} == {number - 1}
+        seen.add(number)
+    assert seen == set(range(1, 7))
+    audit = json.loads((run.run.store / "audit.json").read_text())
+    assert set(audit["dropped"]) <= {"the run is complete", "stale: a token is more than 0 weight versions old"}
+    stale = audit["dropped"].get("stale: a token is more than 0 weight versions old", 0) // 4
+    assert run.summary()["stale_groups"] <= stale, "it is told with a step: what is dropped after the last one is not"
