@@ -5,6 +5,7 @@ Nothing here decides. A beat only refreshes a sighting: no event, no disk.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,11 +18,13 @@ from rrl.manager.saying import say
 from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitRecord, read_exit, tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of
+from rrl.spec.words import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of, stands_for
 from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
 
 Send = Callable[[bytes, Any, int | None], Awaitable[None]]
+READ_BY = 1.0
+"""s that the next message waits for the run directory; shared storage answers within some 10 ms, or hangs"""
 
 
 class Ear:
@@ -52,6 +55,8 @@ class Ear:
         still be on its way"""
         self._left: set[Life] = set()
         """lives whose process said Goodbye: its command may go on with another one"""
+        self._looking: set[asyncio.Task[None]] = set()
+        """for what the gone left"""
 
     async def hear(self, incoming: Incoming) -> None:
         message = incoming.message
@@ -64,7 +69,7 @@ class Ear:
         elif isinstance(message, msg.Found):
             self._record(ev.FindingChanged(message.finding))
         elif isinstance(message, msg.Gone):
-            self._gone(message)
+            await self._gone(message)
         elif not self._state().believed(message.life):
             await self._unbelieved(incoming, message)
         elif isinstance(message, msg.Hello | msg.AgentHello):
@@ -155,12 +160,20 @@ class Ear:
         life = whose(self._state(), message.life, message.tag)
         self._ended(ev.StepEnded(life, message.tag, message.code, message.signal, message.why))
 
-    def _gone(self, message: msg.Gone) -> None:
-        record = read_exit(self._run.exit_file(message.tag))
+    async def _gone(self, message: msg.Gone) -> None:
+        """Where the run directory hangs nobody waits for it: what is found there in the end counts then."""
+        looking = asyncio.create_task(self._look_for(message))
+        self._looking.add(looking)
+        looking.add_done_callback(self._looking.discard)
+        if (await asyncio.wait((looking,), timeout=READ_BY))[0]:
+            looking.result()
+
+    async def _look_for(self, message: msg.Gone) -> None:
+        record = await asyncio.to_thread(read_exit, self._run.exit_file(message.tag))
         if record is None:
+            words = await asyncio.to_thread(words_of, self._run, message.tag)
             life = whose(self._state(), message.life, message.tag)
             self._watch.gone(life, self._now())
-            words = words_of(self._run, message.tag)
             why = f"vanished (agent of {message.node}){': ' if words else ''}{words}"
             self._ended(ev.StepEnded(life, message.tag, None, None, why))
         else:
@@ -186,12 +199,13 @@ class Ear:
         code, signal, why = (record.code, record.signal, record.why) if record else (None, None, "vanished")
         self._watch.step_ended(life, code, signal, why, self._now())
 
-    def exit_records(self) -> None:
+    async def exit_records(self) -> None:
         """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""
         state = self._state()
         living = [replica.step for replica in state.replicas.values() if replica.believed and replica.step]
-        for tag in (*living, *state.lingering):
-            if (record := read_exit(self._run.exit_file(tag))) is not None:
+        paths = [self._run.exit_file(tag) for tag in (*living, *state.lingering)]
+        for record in await asyncio.to_thread(lambda: [read_exit(path) for path in paths]):
+            if record is not None:
                 self._recorded(record)
 
     # ── workers and agents ─────────────────────────────────────────────────────────────────────────────────────────
@@ -221,14 +235,16 @@ class Ear:
     async def _hello(self, incoming: Incoming, message: msg.Hello) -> None:
         life, state, now = message.life, self._state(), self._now()
         replica = state.replica(life.replica)
-        if role_of(life.replica) == SHADOW:  # no worker yet: who lives and who holds what is nothing to it
+        shadow = role_of(life.replica) == SHADOW
+        if shadow:  # no worker yet: who lives and who holds what is nothing to it
             self.adoptions.heard(incoming.peer, message)
         else:
             self.workers[life] = incoming.peer
             self.adoptions.forget(replica.shadow)
-            if (finding := self._gpus.claim(message, state, now)) is not None:
-                self._record(ev.FindingChanged(finding))  # it is fenced for that; until then it is not welcome
-                return
+        its_own = not (shadow and state.job.role(stands_for(life.replica)).beside)
+        if its_own and (finding := self._gpus.claim(message, state, now)) is not None:
+            self._record(ev.FindingChanged(finding))  # it is fenced for that; until then it is not welcome
+            return
         self._watch.joined(life, message.node, message.phase, now)
         told = (message.listens, message.serves, message.pid, message.node)
         if replica.status is not Status.JOINED or told != (

@@ -16,7 +16,7 @@ from rrl.spec.jobview import JobView, Resources, RoleView
 from rrl.spec.launch import BEAT_ENV, Launch
 from rrl.spec.prelude import prelude
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, SHADOW, role_of
+from rrl.spec.words import AGENT, SHADOW, role_of, stands_for
 from rrl.transport.address import NETWORK_ENV
 
 AGENT_CPUS = 1
@@ -61,16 +61,19 @@ def _role(
 
 
 def _shadow(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tuple[Launch, Step]:
-    """The command of the role that is kept warm, beside whatever works on its node. Steps that overlap are all given
-    the node's first CPUs and GPUs (measured): so it gets all of them, to have its share of whatever is free once it has
-    become something; of the GPUs it is then told which."""
-    role = next(role for role in state.job.roles if role.warm)
+    """The command of the role that is kept warm. A rollout's has its engine running, and what it takes of the node to
+    itself, as the rollout that it becomes. The trainer's waits beside whatever works there. Steps that overlap are all
+    given the node's first CPUs and GPUs (measured): so it gets all of them, to have its share of whatever is free once
+    it has become something; of the GPUs it is then told which."""
+    role = state.job.role(stands_for(action.life.replica))
     launch, step = _role(run, state, action, job_dir, role)
+    launch = msgspec.structs.replace(launch, standby=True)
+    if not role.beside:
+        return launch, step
     node = _node(state, action)
     gpus = node.gpus if role.each.gpus else 0
     each = Resources(max(node.cpus, role.each.cpus), gpus, role.each.mem)
-    launch = msgspec.structs.replace(launch, standby=True, gpus=gpus)
-    return launch, msgspec.structs.replace(step, each=each, overlap=True)
+    return msgspec.structs.replace(launch, gpus=gpus), msgspec.structs.replace(step, each=each, overlap=True)
 
 
 def _node(state: State, action: LaunchAction) -> Resources:

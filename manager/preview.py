@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rrl.manager import own_job
 from rrl.manager.asks import first_asks
 from rrl.manager.cluster.slurm_ask import script
-from rrl.manager.worst_case import shadows
+from rrl.manager.worst_case import shadows_for
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView, RoleView
 from rrl.spec.rundir import runs_root
@@ -37,12 +37,16 @@ def _steps(role: RoleView) -> str:
 
 def _warm(view: JobView) -> Iterator[str]:
     """Shadows: how many, and where."""
-    if most := shadows(view):
-        role = next(role for role in view.roles if role.warm)
-        rollouts = min(role.standbys, sum(one.replicas for one in view.kind("rollout")))
-        places = {"spares": min(view.spares, role.nodes), "rollouts' nodes": rollouts}
-        where = [f"beside the {role.name}", *(f"on {count} of the {name}" for name, count in places.items() if count)]
-        yield f"{'warm standby':13} at most {most}: {', '.join(where)}; once a step is committed"
+    for role in view.roles:
+        if not (most := shadows_for(view, role)):
+            continue
+        name, where = f"warm {role.name}", [f"on {min(view.spares, role.replicas)} of the spares, its engine running"]
+        if role.beside:
+            rollouts = min(role.standbys, sum(one.replicas for one in view.kind("rollout")))
+            places = {"spares": min(view.spares, role.nodes), "rollouts' nodes": rollouts}
+            name, where = "warm standby", [f"beside the {role.name}"]
+            where += [f"on {count} of the {place}" for place, count in places.items() if count]
+        yield f"{name:13} at most {most}: {', '.join(where)}; once a step is committed"
 
 
 def _manager(view: JobView) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from rrl.spec.jobview import JobView, Part
+from rrl.spec.jobview import JobView, Part, RoleView
 
 HOUR = 3600.0
 
@@ -47,16 +47,20 @@ def worst_case(view: JobView, foreground: bool = False) -> WorstCase:
 
 
 def shadows(view: JobView) -> int:
-    """As many as there are at most: one beside each rank of a warm role, and on spares and rollouts' nodes as many as
-    share a node."""
-    if view.recovery.policy != "role":
+    """As many as there are at most."""
+    return sum(shadows_for(view, role) for role in view.roles)
+
+
+def shadows_for(view: JobView, role: RoleView) -> int:
+    """Of the trainer one beside each rank, and on spares and rollouts' nodes as many as share a node; of rollouts as
+    many on each spare as it carries."""
+    if not role.warm or view.recovery.policy != "role":
         return 0
-    rollouts = sum(role.replicas for role in view.kind("rollout"))
-    return sum(
-        role.replicas * role.ranks
-        + (min(view.spares, role.nodes) + min(role.standbys, rollouts)) * min(role.ranks, role.per_node)
-        for role in view.roles if role.warm
-    )  # fmt: skip
+    if not role.beside:
+        return min(view.spares, role.replicas) * role.fitting(view.part_of(role.name).node)
+    rollouts = sum(one.replicas for one in view.kind("rollout"))
+    others = min(view.spares, role.nodes) + min(role.standbys, rollouts)
+    return role.replicas * role.ranks + others * min(role.ranks, role.per_node)
 
 
 def _jobs(part: Part) -> int:

@@ -3,8 +3,9 @@
 One asyncio loop in one daemon thread: the dialer to the manager, the conversation with the trajectory store, the weight
 plane, the beats. What the worker API needs of it are blocking calls (:meth:`Link.call`) and a few plain attributes.
 
-A shadow has the dialer and the beats only. Told what it becomes, it takes that life for good, says Hello as such under
-the tag of its own step, and opens the rest: one process, one connection, and no beat is left out.
+A shadow has the dialer and the beats only, a rollout's an open pipe besides. Told what it becomes, it takes that life
+for good, says Hello as such under the tag of its own step, and opens the rest: one process, one connection, and no beat
+is left out.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from rrl.roles.trajectories.client import TrajectoryClient, store_address
 from rrl.spec.launch import Launch
 from rrl.spec.phases import STANDBY
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import NodeName, ReplicaId, Version, role_of
+from rrl.spec.words import NodeName, ReplicaId, Version, role_of, stands_for
 from rrl.transport import messages as msg
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys
+from rrl.transport.weights.chains import sources
+from rrl.transport.weights.pace import Pace
 from rrl.transport.weights.pipe import Pipe, open_pipe
 from rrl.transport.weights.store import Held, WeightStore
 from rrl.transport.weights.swarm import PullFailed, pull
@@ -45,6 +48,8 @@ WELCOME_BY = 600.0
 """s for a manager to welcome a worker: longer than Slurm takes to requeue a manager (120 s)"""
 LAST_ANSWER = 0.5
 """s that a role which was asked to leave still waits for the store"""
+DROPPED = 2
+"""half-received versions in a row after which the publisher itself is asked for the next one"""
 LOOK = 0.5
 """s between two looks of a shadow's main thread whether SIGTERM came: what wakes it otherwise comes at once"""
 STORE = ReplicaId("trajectories/0")
@@ -221,24 +226,29 @@ class Link:
         self._store: TrajectoryClient | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._dialer = Dialer(self.keys, msg.Down, self._find_manager, lambda: [self._hello()])
+        await self._open_pipe()
         if not self.launch.standby:
-            await self._open_pipe()
             self._open_store()
         self._spawn(self._dialer.run(), self._listen(), self._beats())
 
     async def _open_pipe(self) -> None:
-        """Weights of others come in by it, and ours go out."""
-        role = role_of(self.launch.life.replica)
-        if role not in ("trainer", "rollout"):
+        """Weights of others come in by it, and ours go out. A rollout's shadow opens it in advance, and pulls nothing;
+        the trainer's, which has no GPU yet that a fabric's libraries may touch, once it has become something."""
+        life, standby = self.launch.life, self.launch.standby
+        role = stands_for(life.replica) if standby else role_of(life.replica)
+        if role not in (("rollout",) if standby else ("trainer", "rollout")):
             return
-        self._pipe = pipe = open_pipe(self._transport["weights"], self.keys.secret)
-        self._serves = await pipe.serve(self.weights, self.host)
-        if role == "rollout":
-            self._spawn(self._follow(pipe))
+        if self._pipe is None:
+            self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
+            self._serves = await self._pipe.serve(self.weights, self.host)
+        if role == "rollout" and not standby:
+            self._spawn(self._follow(self._pipe))
 
     def _open_store(self) -> None:
         # How long a store may be away is the manager's to judge: whoever gives up by itself is one more loss.
-        self._store = TrajectoryClient(self.keys, self.launch.life, self._find_store, patience=inf)
+        self._store = TrajectoryClient(
+            self.keys, self.launch.life, self._find_store, patience=inf, weights=self._weights_of
+        )
         self._spawn(self._store.run())
 
     def _spawn(self, *coroutines: Coroutine[Any, Any, None]) -> None:
@@ -256,6 +266,7 @@ class Link:
         self.faults.launch = self.launch
         self._gpus = keep_gpus(told.gpus, self._gpus)
         self._now = ("starting", None)
+        self.peers = None  # what it heard as a shadow may be hours old: the Welcome says what is true
         self._open_store()
         if self._dialer.connected:  # else it is the first word on the next connection
             await self._dialer.send(self._hello())
@@ -299,6 +310,11 @@ class Link:
 
     def _find_store(self) -> Address | None:
         return store_address(self.peers)
+
+    def _weights_of(self) -> int | None:
+        """The step of the weights here."""
+        held = self.weights.current()
+        return held.manifest.version.step if held else None
 
     async def _listen(self) -> None:
         while True:
@@ -365,7 +381,13 @@ class Link:
             self._say_now(msg.Entered(self.launch.life, phase, self._done, waits_for))
 
     async def _follow(self, pipe: Pipe) -> None:
-        """Bring every newest version here, one after another; skip those that are superseded meanwhile."""
+        """Bring every newest version here, one after another; skip those that are superseded meanwhile.
+
+        What is being received is gone on with though a newer version is out, as long as its source gives: whoever is
+        slow gets every few versions one, not a piece of each. When its source is gone it is dropped for the newer one,
+        or, when nobody has all of it any more, for the older one that others have. Whoever had to drop several in a row
+        asks the publisher, which keeps a version while it is read."""
+        pace, dropped = Pace(), 0
         while True:
             self._peers_changed.clear()
             newest = self.peers.newest if self.peers else None
@@ -375,24 +397,27 @@ class Link:
                 continue
             try:
                 by = self._transport["chunk_deadline"]
-                await pull(self.weights, newest, partial(self._holders, newest), pipe, chunk_by=by)
+                ask = partial(self._sources, newest, dropped >= DROPPED)
+                await pull(self.weights, newest, ask, pipe, chunk_by=by, pace=pace)
             except _Outdated:
+                dropped += 1
                 continue
             except PullFailed as error:
                 print(f"rrl: {newest} could not be pulled: {error}", file=sys.stderr, flush=True)
                 continue
+            dropped = 0
             self.holds(newest)
 
-    def _holders(self, version: Version) -> tuple[msg.Holder, ...]:
-        """Who may still hold ``version``: they keep two, so one newer than it may be out, but not two."""
-        newest = self.peers.newest if self.peers else None
-        if self.peers is None or (newest is not None and newest.step > version.step + 1):
-            raise _Outdated(f"{version} is superseded by {newest}")
-        return self.peers.holders
+    def _sources(self, version: Version, direct: bool) -> tuple[msg.Holder, ...]:
+        """Whom to ask now; only asked again once a source has failed."""
+        if self.peers is None or self.peers.newest != version:
+            raise _Outdated(f"{version} is superseded")
+        return sources(self.launch.life.replica, self.peers.holders, version, self._transport["chain"], direct)
 
 
 class _Outdated(PullFailed):
-    """Nobody holds this version any more: go for the newest one."""
+    """A newer version is out, or the last one who had this one is dead; and our source of it is gone: go for the
+    newest one that somebody has."""
 
 
 def _loud(task: asyncio.Task[Any]) -> None:

@@ -53,9 +53,10 @@ def _autogroup(pid: int, nice: int) -> None:
 def keep_gpus(
     chosen: tuple[str, ...], held: tuple[str, ...], environ: MutableMapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """A shadow sees all GPUs of its node; ``chosen`` of them, as :func:`rrl.roles.gpus.held_gpus` names them, are what
-    it works with from now on. Nothing of this process may have touched a GPU before. Returns what it holds now."""
-    if not chosen:
+    """A trainer's shadow sees all GPUs of its node; ``chosen`` of them, as :func:`rrl.roles.gpus.held_gpus` names them,
+    are what it works with from now on. Nothing of this process may have touched a GPU before. A rollout's has its own
+    from its start, works with them already, and keeps them. Returns what it holds now."""
+    if not chosen or chosen == held:
         return held
     given = environ.get(GPUS_ENV, "").split(",")
     if not set(chosen) <= set(given):  # UUIDs, which CUDA takes as they are

@@ -144,8 +144,10 @@ class SamplingTable(Table):
     """batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old,
     where a step takes longer than the 0.1 s in which new weights reach the rollouts"""
     staleness: Annotated[int, Field(ge=0)] | None = None
-    """weight versions that a token may be older than the newest one when its step is bound; groups with older ones
-    are dropped; default: no limit"""
+    """weight versions that a token may be older than the newest one when its step is bound. Rollouts wait for newer
+    weights rather than begin what would be too old, so they work at most so many batches ahead, whatever ``ahead``
+    says; groups with a token that is too old all the same are dropped. The trainer must publish after each step.
+    Default: no limit"""
 
 
 class LimitsTable(Table):

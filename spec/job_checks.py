@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rrl.spec.faults import TRAITS, FaultKind, Hits, read_at, unfit
 from rrl.spec.job_faults import fitting
 from rrl.spec.job_roles import CommandRole, Role, TrainerRole, TrajectoriesRole
+from rrl.spec.model_folder import BUILT_MAX_LENGTH, SHAPE
 from rrl.spec.phases import PHASES
 from rrl.spec.tables import mistake
 from rrl.spec.units import duration_text
@@ -29,6 +30,7 @@ def check(job: Job) -> None:
         _gang(job.table_of(name), role)
         _role(job, name, role)
     _standbys(job)
+    _warm_rollouts(job)
     _faults(job)
 
 
@@ -51,21 +53,32 @@ def _work(job: Job) -> None:
         raise mistake(("run", "steps"), "missing; add steps = ... in [run] (optimizer steps of a complete run)")
     built_in = [name for name, role in job.roles.named().items() if role.command is None]
     if job.model is None and built_in:
-        needs = f"missing; the built-in role {built_in[0]} needs [model.tokenizer] with pieces; or give it a command"
-        raise mistake(("model",), needs)
+        needs = f"the built-in role {built_in[0]} needs path in [model], or [model.tokenizer] with pieces"
+        raise mistake(("model",), f"missing; {needs}; or give it a command")
 
 
 def _model(job: Job) -> None:
     model = job.model
     if model is None:
         return
+    if model.path is not None:
+        given = [key for key in (*SHAPE, "tokenizer") if key in model.model_fields_set]
+        if given:
+            source = "is that of the folder in path" if given[0] == "tokenizer" else "comes from config.json of path"
+            raise mistake(("model", given[0]), f"{source}; remove it, or remove path")
+    elif model.tokenizer is None:
+        why = "missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging Face folder"
+        raise mistake(("model", "tokenizer"), why)
+    elif model.chat:
+        raise mistake(("model", "chat"), "needs path: a model that is built here has no chat template; remove it")
     if model.heads % model.kv_heads:
         raise mistake(("model", "kv_heads"), f"{model.kv_heads} does not divide heads = {model.heads}; take a divisor")
-    if job.sampling.max_new_tokens >= model.max_length:
+    longest = BUILT_MAX_LENGTH if model.max_length is None and model.path is None else model.max_length
+    if longest is not None and job.sampling.max_new_tokens >= longest:
         raise mistake(
             ("sampling", "max_new_tokens"),
             f"{job.sampling.max_new_tokens} leaves no room for a prompt in [model] max_length ="
-            f" {model.max_length}; lower it or raise max_length",
+            f" {longest}; lower it or raise max_length",
         )
 
 
@@ -128,6 +141,23 @@ def _standbys(job: Job) -> None:
     if trainer.standbys > job.roles.rollout.replicas:
         raise mistake(at, f"{trainer.standbys} is more than the rollouts ([roles.rollout] replicas ="
                       f" {job.roles.rollout.replicas}), whose nodes would keep them; lower it")  # fmt: skip
+
+
+def _warm_rollouts(job: Job) -> None:
+    """It is only written by whoever wants it: where it would do nothing it is a mistake."""
+    rollout, at = job.roles.rollout, ("roles", "rollout", "warm")
+    if not rollout.warm:
+        return
+    if job.recovery.policy != "role":
+        raise mistake(at, f'[recovery] policy = "{job.recovery.policy}" restarts every role cold; remove it, or write'
+                      ' policy = "role"')  # fmt: skip
+    if job.cluster.form != "pool":
+        raise mistake(at, f'form = "{job.cluster.form}" has no spare nodes to keep one on; remove it, or write form ='
+                      ' "pool"')  # fmt: skip
+    if not job.cluster.spares:
+        raise mistake(at, "there are no spare nodes to keep one on; remove it, or set [cluster] spares = 1 or more")
+    if rollout.ranks > 1:
+        raise mistake(at, f"only a rollout of one process is kept ready, and it has ranks = {rollout.ranks}; remove it")
 
 
 def _role(job: Job, name: str, role: Role) -> None:

@@ -97,7 +97,8 @@ class RolloutRole(Role):
     vllm: dict[str, Any] = {}
     """arguments of vLLM's engine as vLLM names them (EngineArgs): ``{ gpu_memory_utilization = 0.85 }``"""
     warm: bool = False
-    """keep one with its engine running on each spare node: a rollout that has lost its node goes on there at once"""
+    """keep one with its engine running on each spare node (as many as fit, where rollouts share nodes): a rollout that
+    has lost its node goes on there at once; with [recovery] policy = "role" and [cluster] form = "pool" only"""
     threads: Annotated[int, Field(ge=1)] = 1
     """of torch"""
     lease: Annotated[int, Field(ge=1)] = 64

@@ -9,7 +9,7 @@ import msgspec
 
 from rrl.spec import jobview
 from rrl.spec.job_faults import plan_faults
-from rrl.spec.job_roles import CommandRole, Role, TrainerRole
+from rrl.spec.job_roles import CommandRole, Role, RolloutRole, TrainerRole
 from rrl.spec.job_sites import EnvTable
 from rrl.spec.jobview import Part, Resources, RoleView
 
@@ -138,6 +138,6 @@ def _role(name: str, role: Role, python: str, image: str | None, standbys: int) 
         service=role.service if isinstance(role, CommandRole) else True,
         ranks=role.ranks,
         per_node=role.ranks_per_node,
-        warm=isinstance(role, TrainerRole) and role.warm,
+        warm=isinstance(role, TrainerRole | RolloutRole) and role.warm,
         standbys=standbys,
     )

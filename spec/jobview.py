@@ -48,9 +48,15 @@ class RoleView(Struct, frozen=True):
     per_node: int = 1
     """members that share a node"""
     warm: bool = False
-    """nodes keep a shadow of it: its command, started and waiting in :func:`rrl.join` until it is needed"""
+    """nodes keep shadows of it: its command, started and waiting in :func:`rrl.join` until it is needed"""
     standbys: int = 0
     """nodes of rollouts that keep a shadow too, and can be taken over"""
+
+    @property
+    def beside(self) -> bool:
+        """Its shadows wait beside whoever works on a node and take nothing of it before they are needed: the trainer's.
+        Those of other roles hold all that one of the role takes, GPUs too, and wait on spare nodes only."""
+        return self.kind == "trainer"
 
     @property
     def nodes(self) -> int:
@@ -62,6 +68,13 @@ class RoleView(Struct, frozen=True):
         """What its members on one node take together."""
         n = min(self.ranks, self.per_node)
         return Resources(self.each.cpus * n, self.each.gpus * n, self.each.mem * n)
+
+    def fitting(self, node: Resources) -> int:
+        """Replicas of one process that an empty node carries."""
+        if self.exclusive:
+            return 1
+        pairs = ((node.cpus, self.each.cpus), (node.gpus, self.each.gpus), (node.mem, self.each.mem))
+        return min((self.replicas, *(has // takes for has, takes in pairs if takes)))
 
 
 class EnvView(Struct, frozen=True):
@@ -215,7 +228,7 @@ class JobView(Struct, frozen=True):
     network: str = ""
     """name of an interface, or a CIDR, that everybody listens on; empty: chosen on each node"""
     weights: str = "auto"
-    """how weights travel: ``auto``, ``ucx`` or ``tcp``"""
+    """how weights travel: ``auto``, ``ucx``, ``tcp`` or ``nixl``"""
     manager: ManagerView = ManagerView()
     limits: Limits = Limits()
     recovery: Recovery = Recovery()

@@ -44,6 +44,10 @@ class RunDir:
         """where it takes lines of logs, likewise; a socket of its own"""
         self.mailbox = path / "mailbox"
         """user commands, one file each"""
+        self.resume = path / "resume"
+        """the order that the run, which has ended, goes on: all that is needed for it, in one folder"""
+        self.resuming = path / "resuming"
+        """the same, once a manager has taken it"""
         self.steps = path / "steps"
         """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)"""
         self.logs = path / "logs"
@@ -56,6 +60,8 @@ class RunDir:
         """fills the file system while that fault lasts"""
         self.cluster = path / "cluster"
         """the local cluster's records"""
+        self.hf_model = path / "hf-model"
+        """config.json of a model that is built here, for engines that want a folder"""
 
     def create(self) -> None:
         """Make the folders. Raises FileExistsError when the run exists already."""

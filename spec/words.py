@@ -23,8 +23,7 @@ TRAINER = ReplicaId("trainer/0")
 """The trainer, or its gang's first member."""
 
 SHADOW = "shadow"
-"""The role name of the warm process on a node that becomes a member of a gang at once: ``shadow/<node>``, or
-``shadow/<node>:<slot>`` where several members share a node."""
+"""The role name of the warm process on a node that becomes a member at once (:func:`shadow_id`)."""
 
 
 _NAMES = 65536
@@ -56,6 +55,22 @@ def rank_of(member: ReplicaId) -> int:
 @lru_cache(maxsize=_NAMES)
 def role_of(replica: ReplicaId) -> str:
     return replica.partition("/")[0]
+
+
+def shadow_id(role: str, node: NodeName, slot: int | None = None) -> ReplicaId:
+    """Of the process that is kept warm on a node to become one of ``role``: ``shadow/<node>`` of the trainer,
+    ``shadow/<node>:rollout`` of another role; ``slot`` where several share the node: ``shadow/<node>:<slot>``,
+    ``shadow/<node>:rollout.<slot>``."""
+    parts = ("" if role == role_of(TRAINER) else role, "" if slot is None else str(slot))
+    mark = ".".join(part for part in parts if part)
+    return replica_id(SHADOW, f"{node}:{mark}" if mark else node)
+
+
+@lru_cache(maxsize=_NAMES)
+def stands_for(shadow: ReplicaId) -> str:
+    """The role that a shadow can become one of."""
+    mark = index_of(shadow).partition(":")[2].partition(".")[0]
+    return role_of(TRAINER) if not mark or mark.isdigit() else mark
 
 
 def index_of(replica: ReplicaId) -> str:

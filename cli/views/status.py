@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rrl.cli.views.figures import bar, curve, folded, number, span
+from rrl.cli.views.summary import MOST_STALE
 from rrl.manager.cluster import NodeState
 from rrl.manager.state import Allocation, Node, Replica, State, Status, progress, workers
-from rrl.spec.phases import phase
-from rrl.spec.words import AGENT, SHADOW, Finding, Outcome, Verdict
+from rrl.spec.phases import STANDBY, phase
+from rrl.spec.words import AGENT, SHADOW, Finding, Outcome, Verdict, stands_for
 
 NARROW = 95
 """columns below which what is nice to know is left out"""
@@ -114,8 +115,14 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
         facts.add_row("reward", reward.append(curve(state.rewards.points, width - 30), "green"))
     if width >= NARROW and (metrics := _metrics(state, width - 12)):
         facts.add_row("metrics", metrics)
+    if (share := state.metrics.get("stale_share", 0.0)) > MOST_STALE:
+        told = f"{100 * share:.0f}% of what is made is dropped: older than [sampling] staleness allows"
+        facts.add_row("stale", Text(told, "yellow"))
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
+        if pipes := sorted({one.serves.partition("://")[0] for one in workers(state) if one.believed and one.serves}):
+            apart = "; those cannot pull from each other" if len(pipes) > 1 else ""
+            facts.add_row("weights", Text(f"over {' and '.join(pipes)}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         facts.add_row("manager", Text(note, "red") if note else manager)
     if state.why and state.outcome is not None:
@@ -155,9 +162,11 @@ def _nodes(state: State) -> Text:
     text = Text(folded(n.name for n in good if n.name in used) or "none in use")
     if spare:
         text.append(f"  spare {folded(spare)}", "bright_black")
-    warm = {r.node for r in state.replicas.values() if r.role == SHADOW and r.phase == "standby" and r.believed}
-    if ready := [n.name for n in good if n.name in warm]:
-        text.append(f"  warm standby on {folded(ready)}", "green")
+    for role in (role for role in state.job.roles if role.warm):
+        shadows = (r for r in state.replicas.values() if r.role == SHADOW and stands_for(r.id) == role.name)
+        warm = {r.node for r in shadows if r.phase == STANDBY and r.believed}
+        if ready := [n.name for n in good if n.name in warm]:
+            text.append(f"  warm {'standby' if role.beside else role.name} on {folded(ready)}", "green")
     if without := [n.name for n in good if n.name not in agents]:
         text.append(f"  no agent yet on {folded(without)}", "yellow")
     for node in state.nodes.values():

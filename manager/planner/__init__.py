@@ -56,7 +56,7 @@ def plan(state: State, now: float) -> Plan:
     if any(isinstance(action, Decision) for action in wanted):
         return Plan(tuple(wanted), now)
     placed, place_wake = place(state, rooms, assigned, now)
-    shadows, shadow_wake = stand_by(state, rooms, assigned, now)
+    shadows, shadow_wake = stand_by(state, rooms, assigned, placed, now)
     drills, drill_wake = drill(state, now)
     wake = min(ending_wake, brake_wake, renew_wake, move_wake, supply_wake, place_wake, shadow_wake, drill_wake)
     return Plan((*wanted, *placed, *shadows, *mark(state), *drills), wake)

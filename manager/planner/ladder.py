@@ -64,7 +64,7 @@ def _clean(case: Case) -> bool:
 
 
 def _clean_and_warm(case: Case) -> bool:
-    return _clean(case) and case.rooms.warm(case.failed.node) is not None
+    return _clean(case) and bool(case.rooms.ready(case.failed.node, case.failed.role))
 
 
 def _warm_spare(case: Case) -> bool:

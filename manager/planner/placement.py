@@ -14,7 +14,7 @@ from msgspec import Struct
 from rrl.manager.actions import Launch, Outside, StopStep, Why
 from rrl.manager.planner.rooms import Rooms, Spot
 from rrl.manager.planner.terms import NEVER
-from rrl.manager.planner.warm import Taken, patient, still_ending, take
+from rrl.manager.planner.warm import Taken, engines_gone, patient, still_ending, take
 from rrl.manager.state import Replica, State, Status, gang, missing
 from rrl.spec.launch import tag_of
 from rrl.spec.words import AGENT, SHADOW, Life, ReplicaId, gang_of, replica_id, role_of
@@ -134,20 +134,22 @@ def place(state: State, rooms: Rooms, assigned: Assignment, now: float) -> tuple
     agents, agents_wake = _agents(state, rooms, now)
     actions: list[Outside] = [*stops, *agents]
     again: list[Outside] = []
+    used: set[str] = set()
     for members in rooms.gangs:
         retired = any(one.status is Status.RETIRED for one in members) and not any(one.believed for one in members)
         if not (wanted := members if retired else missing(members)):
             continue
-        launches, launch_wake = _launches(state, rooms, assigned.again if retired else assigned.homes, wanted, now)
+        homes = assigned.again if retired else assigned.homes
+        launches, launch_wake = _launches(state, rooms, homes, wanted, used, now)
         (again if retired else actions).extend(launches)
         wake = min(wake, launch_wake)
     return [*actions, *again], min(wake, agents_wake)
 
 
 def _launches(
-    state: State, rooms: Rooms, homes: dict[ReplicaId, Spot], wanted: list[Replica], now: float
+    state: State, rooms: Rooms, homes: dict[ReplicaId, Spot], wanted: list[Replica], used: set[str], now: float
 ) -> tuple[list[Outside], float]:
-    """All of them, or none and when to look again."""
+    """All of them, or none and when to look again. ``used``: the steps of shadows that are taken over."""
     retired = any(one.status is Status.RETIRED for one in wanted)
     if not retired and (pause := _pause(wanted)) > now:
         return [], pause
@@ -155,16 +157,22 @@ def _launches(
         return [], _tried_again(state, [one for one in wanted if retired or one.id not in homes], retired, now)
     if (until := still_ending(state, wanted, [homes[one.id].node for one in wanted])) > now:
         return [], until
-    whole = gang(state, wanted[0].id)
+    whole, role = gang(state, wanted[0].id), state.job.role(wanted[0].role)
     newest = max(one.incarnation for one in whole)
     incarnation = next((one.incarnation for one in whole if one.believed), newest + 1)
+    shadows: dict[ReplicaId, Replica] = {}
+    for member in wanted if role.warm else ():
+        free = (one for one in rooms.ready(homes[member.id].node, role.name) if one.step not in used)
+        if (shadow := next(free, None)) is not None and shadow.step is not None:
+            shadows[member.id] = shadow
+            used.add(shadow.step)
+    roomless = {homes[one.id].node for one in wanted if role.beside or one.id not in shadows}
+    if (until := engines_gone(state, rooms.engines, roomless, used)) > now:
+        return [], until
     launches: list[Outside] = []
-    used: set[str] = set()
     for member in wanted:
         life, home = Life(member.id, incarnation), homes[member.id]
-        shadow = next((one for one in rooms.ready(home.node) if one.step not in used), None) if newest else None
-        if shadow is not None and shadow.step is not None and state.job.role(member.role).warm:
-            used.add(shadow.step)
+        if (shadow := shadows.get(member.id)) is not None and shadow.step is not None:
             why = Why((f"{member.id} is wanted and {home.node} has a shadow",), expects=f"{shadow.life} becomes {life}",
                       by=now + state.job.recovery.adopt)  # fmt: skip
             launches.append(Launch(life, shadow.step, home.allocation, home.node, why, shadow.life))

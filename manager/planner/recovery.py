@@ -39,6 +39,9 @@ def recover(state: State, rooms: Rooms, now: float) -> list[Decision]:
         if not decided and (decision := _failed(state, rooms, members, condemned, spared, now)) is not None:
             decided = [decision]
         decisions += decided
+        for one in decided:
+            if isinstance(one, Fence) and one.rung is Rung.SPARE and one.to is not None and one.charged:
+                rooms.promise(state.replica(one.life.replica), one.to)
         if any(isinstance(one, Finish | RestartAll) for one in decided):
             break
         if any(isinstance(one, Fence) and one.rung is Rung.DEGRADED for one in decided):

@@ -15,10 +15,19 @@ from rrl.manager.actions import Shrink
 from rrl.manager.cluster import NodeState
 from rrl.manager.fold_marks import DRAIN, GIVEN_BACK
 from rrl.manager.planner.terms import NEVER, succeeded_from
-from rrl.manager.planner.warm import Taken, natural, patient, ready_shadows, spareable, take
+from rrl.manager.planner.warm import (
+    Taken,
+    holds_room,
+    natural,
+    patient,
+    ready_shadows,
+    shadows_of,
+    spareable,
+    take,
+)  # fmt: skip
 from rrl.manager.state import Node, Replica, State, Status, gang, gangs, workers
 from rrl.spec.jobview import RoleView
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, replica_id, role_of
+from rrl.spec.words import AGENT, SHADOW, NodeName, ReplicaId, gang_of, replica_id, role_of, stands_for
 
 
 class Spot(Struct, frozen=True):
@@ -66,7 +75,10 @@ class Rooms:
         self._good = {spot.node for spot in self.usable}
         self._where = {spot.node: (part, spot) for part, spots in self._spots.items() for spot in spots}
         self._part = {role: part for part in state.job.parts for role in part.roles}
-        self._ready = ready_shadows(state, self._good)
+        self.shadows = shadows_of(state)
+        self.engines = [one for one in self.shadows if one.step is not None and holds_room(state, one.id)]
+        """of the shadows, those that keep others from their node's room"""
+        self._ready = ready_shadows(state, self.shadows, self._good)
         self.failing = {node for one in workers(state) if one.failures for node in self._spent(one, refused=False)}
         self._ending: dict[NodeName, set[ReplicaId]] = {}
         for lingering in state.lingering.values():
@@ -167,13 +179,9 @@ class Rooms:
         return [*theirs, *(spot for spot in spots if spot not in theirs)]
 
     # ── who is warm ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def ready(self, node: NodeName | None) -> Sequence[Replica]:
-        """Shadows on this node that can become a member at once."""
-        return self._ready.get(node, ()) if node is not None else ()
-
-    def warm(self, node: NodeName | None) -> Life | None:
-        """The first of them."""
-        return next((shadow.life for shadow in self.ready(node)), None)
+    def ready(self, node: NodeName | None, role: str) -> Sequence[Replica]:
+        """Shadows on this node that can become a member of the role at once."""
+        return [one for one in self._ready.get(node, ()) if stands_for(one.id) == role] if node is not None else ()
 
     def warm_spare_for(self, member: Replica, taken: Taken | None = None) -> Spot | None:
         """A node other than its own that could take this member now, and has a shadow that is ready for it."""
@@ -182,6 +190,8 @@ class Rooms:
         role, spent = self._state.job.role(member.role), self._spent(member)
         taken = self._taken if taken is None else taken
         for spot in self._beside(member, role, taken):
+            if spot.node not in self._ready:  # the quick half of what follows
+                continue
             if spot.node == member.node or spot.node in spent or not self._free_shadow(member, spot.node, taken):
                 continue
             if self._fits(member, spot.node, taken, waits=True):
@@ -232,7 +242,7 @@ class Rooms:
 
     def _driven_away(self, member: Replica, role: RoleView, taken: Taken) -> Sequence[Replica]:
         node = member.prefer
-        if node is not None and self.ready(node) and self.carries(role, node):
+        if node is not None and self.ready(node, role.name) and self.carries(role, node):
             if self._fits(member, node, taken, waits=True):
                 return ()
             rollouts = {one.name for one in self._state.job.kind("rollout")}
@@ -244,10 +254,17 @@ class Rooms:
         return () if standby is None else (standby,)
 
     def _free_shadow(self, member: Replica, node: NodeName, taken: Taken) -> bool:
-        """One more than those that others of its gang on this node need."""
-        whole = gang_of(member.id)
-        others = sum(gang_of(one.id) == whole and one.id != member.id for one in taken.get(node, ()))
-        return len(self.ready(node)) > others
+        """One more than those that others need which go there: of a role with shadows beside it all of its gang that
+        are there, of another role those that have not begun."""
+        ready, there = self.ready(node, member.role), [one for one in taken.get(node, ()) if one.id != member.id]
+        if not ready or self._state.job.role(member.role).beside:
+            return len(ready) > sum(gang_of(one.id) == gang_of(member.id) for one in there)
+        theirs = [one for one in there if one.role == member.role]
+        return len(ready) > sum(not (one.believed and one.node == node) for one in theirs)
+
+    def promise(self, member: Replica, node: NodeName) -> None:
+        """It is sent there: for whoever else is decided about in the same plan it has its room already."""
+        take(self._taken, node, member)
 
     def carries(self, role: RoleView, node: NodeName) -> bool:
         """The node is for this role, or of a shape that could carry its members too, where shadows may stand by."""
@@ -258,7 +275,7 @@ class Rooms:
             return True
         each = role.on_node
         large = part.node.cpus >= each.cpus and part.node.gpus >= each.gpus and part.node.mem >= each.mem
-        return role.warm and large
+        return role.warm and role.beside and large
 
     def would_help(self, replica: Replica) -> bool:
         """A node more for this replica: not where it fails as often on two, nor where so many nodes fail somebody at

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import Lingering, Replica, State, Status, workers
 from rrl.spec.jobview import RoleView
 from rrl.spec.phases import STANDBY
-from rrl.spec.words import AGENT, SHADOW, NodeName, ReplicaId, gang_of, role_of
+from rrl.spec.words import AGENT, SHADOW, NodeName, ReplicaId, gang_of, role_of, stands_for
 
 Taken = dict[NodeName, list[Replica]]
 """who takes room on which node"""
@@ -29,7 +30,7 @@ def take(taken: Taken, node: NodeName, member: Replica) -> None:
 def patient(role: RoleView) -> bool:
     """Its members are launched only when nothing of their earlier lives, or of those that they drove away, still takes
     memory; and these are ended without grace."""
-    return role.warm or role.ranks > 1
+    return (role.warm and role.beside) or role.ranks > 1
 
 
 def still_ending(state: State, members: Sequence[Replica], homes: Iterable[NodeName]) -> float:
@@ -41,6 +42,28 @@ def still_ending(state: State, members: Sequence[Replica], homes: Iterable[NodeN
     patience = ENDING_GRACES * state.job.limits.step_grace
     return max((one.since + patience for one in state.lingering.values() if _concerns(state, one, whole, nodes)),
                default=0.0)  # fmt: skip
+
+
+def engines_gone(state: State, engines: Sequence[Replica], nodes: set[NodeName], but: set[str]) -> float:
+    """Manager's time (s) until which whoever goes to these nodes waits for the ``engines`` there, whose room it needs:
+    inf while one of them is not asked to end, and then no longer than a gang waits. ``but``: steps that are taken
+    over."""
+    if any(one.node in nodes and one.step not in but for one in engines):
+        return NEVER
+    patience = ENDING_GRACES * state.job.limits.step_grace
+    ending = (one for one in state.lingering.values() if one.node in nodes and holds_room(state, one.life.replica))
+    return max((one.since + patience for one in ending if state.nodes[one.node].excluded is None), default=0.0)
+
+
+def holds_room(state: State, id: ReplicaId) -> bool:
+    """It is a shadow that holds all that one of its role takes of a node."""
+    return role_of(id) == SHADOW and not state.job.role(stands_for(id)).beside
+
+
+def shadows_of(state: State) -> list[Replica]:
+    """Those that are believed, whatever they stand for, in the order of their names."""
+    found = [one for one in state.replicas.values() if one.role == SHADOW and one.believed]
+    return sorted(found, key=lambda one: natural(one.id))
 
 
 def _concerns(state: State, one: Lingering, whole: ReplicaId, nodes: set[NodeName]) -> bool:
@@ -62,14 +85,14 @@ def spareable(state: State, taken: Taken) -> list[Replica]:
     return found
 
 
-def ready_shadows(state: State, good: set[NodeName]) -> dict[NodeName, list[Replica]]:
-    """Shadows that can become a member at once, by node, in the order of their names. ``good``: usable nodes."""
+def ready_shadows(state: State, shadows: Iterable[Replica], good: set[NodeName]) -> dict[NodeName, list[Replica]]:
+    """Of them those that can become a member at once, by node. ``good``: usable nodes."""
     found: dict[NodeName, list[Replica]] = {}
-    for one in state.replicas.values():
-        waits = one.role == SHADOW and one.status is Status.JOINED and one.phase == STANDBY and one.step is not None
+    for one in shadows:
+        waits = one.status is Status.JOINED and one.phase == STANDBY and one.step is not None
         if waits and one.node in good and one.allocation == state.nodes[one.node].allocation:
             found.setdefault(one.node, []).append(one)
-    return {node: sorted(shadows, key=lambda one: natural(one.id)) for node, shadows in found.items()}
+    return found
 
 
 @lru_cache(maxsize=65536)

@@ -11,6 +11,7 @@ import pytest
 from rrl.cli import app
 from rrl.spec.rundir import RUNS_ENV
 from rrl.tests.spec.jobs import JOB
+from rrl.transport.weights.pipe import PACKAGES
 
 SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
 CONFIG = "echo 'AccountingStorageEnforce = associations,limits,qos'; echo 'MaxStepCount = 40000'"
@@ -82,6 +83,37 @@ def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
             " is committed") in shown  # fmt: skip
 
 
+def test_check_shows_on_how_many_spares_a_rollout_is_kept_ready(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.job.write_text(JOB.replace("replicas = 2", "replicas = 2\nwarm = true"))
+    assert app.run(["check", str(site.job)]) == 0
+    shown = capsys.readouterr().out
+    assert "warm rollout  at most 1: on 1 of the spares, its engine running; once a step is committed" in shown
+
+
+def test_check_says_which_pipe_weights_would_move_over(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.job.write_text(JOB + '[transport]\nweights = "tcp"\n')
+    assert app.run(["check", str(site.job)]) == 0
+    assert "over tcp: the job asks for tcp\n" in capsys.readouterr().out
+
+
+def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_starts(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, "nixl", ("no_such_package",))
+    asked = '[transport]\nweights = "nixl"\n'
+    site.job.write_text(JOB + asked)
+    for command in ("check", "submit"):
+        assert app.run([command, str(site.job)]) == 2
+        told = capsys.readouterr().err
+        assert f"{site.job}:" in told
+        fix = "pip install 'rrl-slurm[nixl]', or write \"auto\""
+        assert f"transport.weights: no_such_package is not installed; {fix}" in told
+    assert not site.runs.exists()
+    assert site.slurm().run("check", extra=asked) == 0
+    warning = 'transport.weights = "nixl": no_such_package is not installed on this machine; it must be on the nodes'
+    assert f"warning: {warning}\n" in capsys.readouterr().err
+
+
 def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert site.slurm(scontrol="echo 'Unable to contact slurm controller' >&2; exit 1").run("check", "--json") == 0
     told = json.loads(capsys.readouterr().out)
@@ -131,3 +163,61 @@ def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
     told = capsys.readouterr().err
     assert "warning: env.venv = '/on/nodes/venv' does not exist on this machine; it must on the nodes\n" in told
     assert "warning: env.python = '/on/nodes/python' does not exist" in told
+
+
+# ── [model] path ───────────────────────────────────────────────────────────────────────────────────────────────────
+def _folder(folder: Path) -> Path:
+    folder.mkdir()
+    for name, content in {
+        "config.json": '{"max_position_embeddings": 128}', "model.safetensors": "", "tokenizer.json": "{}",
+        "tokenizer_config.json": '{"chat_template": "x"}',
+    }.items():  # fmt: skip
+        (folder / name).write_text(content)
+    return folder
+
+
+def _with_model(more: str = "") -> str:
+    return JOB.replace('[model.tokenizer]\npieces = "0123456789+= "\n', f'[model]\npath = "m"\nchat = true\n{more}')
+
+
+def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _folder(site.job.parent / "m")
+    site.job.write_text(_with_model())
+    assert app.run(["check", str(site.job)]) == 0
+    assert f'path = "{folder}"' in capsys.readouterr().out
+    for name, content, told in [
+        ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
+         " add chat_template.jinja"),
+        ("config.json", "{}", f"10: model.path: {folder}/config.json is not there, or empty"),
+        ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json does not say how long a text may be"
+         " (max_position_embeddings); write max_length"),
+        ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
+        ("config.json", '{"n_ctx": 5}', "sampling.max_new_tokens: 5 leaves no room for a prompt: the model of path"
+         " takes 5 tokens in all; lower it"),
+        ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
+         " of transformers made of a model"),
+    ]:  # fmt: skip
+        whole = (folder / name).read_text()
+        (folder / name).unlink() if content is None else (folder / name).write_text(content)
+        for command in ("check", "submit"):
+            assert app.run([command, str(site.job)]) == 2
+            lines = capsys.readouterr().err.splitlines()
+            assert len(lines) == 1
+            assert told in lines[0]
+        (folder / name).write_text(whole)
+    assert not site.runs.exists()
+
+
+def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node's own disk, or a container, may have it."""
+    site.job.write_text(_with_model())
+    missing = str(site.job.parent / "m")
+    assert app.run(["check", str(site.job)]) == 2
+    assert f"10: model.path: {missing!r} does not exist; name a folder with config.json" in capsys.readouterr().err
+    site.slurm().job.write_text(_with_model().replace('kind = "local"', 'kind = "slurm"'))
+    assert app.run(["check", str(site.job)]) == 0
+    assert f"rrl: warning: model.path = {missing!r} does not exist on this machine; it must on the nodes" in (
+        capsys.readouterr().err
+    )

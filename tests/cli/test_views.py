@@ -13,10 +13,10 @@ from rrl.cli.views.runs import runs_view
 from rrl.cli.views.status import one_line, standing, status_view
 from rrl.cli.views.summary import summary_view
 from rrl.manager.actions import Exclude, Why
-from rrl.manager.events import Commanded, Decided, VersionHeld
+from rrl.manager.events import Commanded, Decided, Joined, StepCommitted, VersionHeld
 from rrl.spec.words import NodeName, Outcome, Version
 from rrl.tests.cli.pictures import drawn, same_as_kept
-from rrl.tests.cli.story import BEGAN, REPLICAS, Story, completed, job_view
+from rrl.tests.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
 
 
 def starting() -> Story:
@@ -50,14 +50,17 @@ def crowded() -> Story:
 
 
 def gang() -> Story:
-    """Two ranks and their shadows, one more on a rollout's node, one that is not ready yet; a node that was left."""
+    """Two ranks and their shadows, one more on a rollout's node, one that is not ready yet; a rollout that is kept
+    ready; a node that was left."""
     job = job_view()
-    roles = tuple(msgspec.structs.replace(r, ranks=2, warm=True) if r.name == "trainer" else r for r in job.roles)
+    ranks = {"trainer": 2, "rollout": 1}
+    roles = tuple(msgspec.structs.replace(r, ranks=ranks.get(r.name, 1), warm=r.name in ranks) for r in job.roles)
     story = Story(job=msgspec.structs.replace(job, roles=roles)).works()
     story.launches("trainer/0.1", "n5").joins("trainer/0.1", "train")
     for node in ("n2", "n5", "n3"):
         story.launches(f"shadow/{node}", node).joins(f"shadow/{node}", "standby")
     story.launches("shadow/n4", "n4")
+    story.launches("shadow/n4:rollout", "n4").joins("shadow/n4:rollout", "standby")
     return story.tell(Decided(Exclude(NodeName("n1"), Why(("asked by ada",)))))
 
 
@@ -132,6 +135,32 @@ def test_a_summary_with_holes_is_shown_with_dashes() -> None:
     }  # fmt: skip
     same_as_kept("summary_with_holes", drawn(summary_view(summary), 80))
     drawn(summary_view({}), 80)
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.5, False), (0.62, True)])
+def test_status_warns_where_most_of_what_is_made_is_too_old(share: float, shown: bool) -> None:
+    story = Story().works()
+    metrics = {"reward": 0.5, "stale_groups": 40.0, "stale_share": share}
+    story.tell(StepCommitted(story.life("trainer/0"), 30, metrics))
+    picture = drawn(status_view(story.told(), story.now, 80), 80)
+    assert ("stale    62% of what is made is dropped: older than [sampling] staleness" in picture) is shown
+
+
+def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None:
+    story = Story().works()
+
+    def serves(replica: str, at: str) -> str:
+        joined = Joined(story.life(replica), NodeName(NODES[replica]), NODES[replica], 124, serves=at)
+        return drawn(status_view(story.tell(joined).told(), story.now, 80), 80)
+
+    assert "weights  over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
+    assert "over tcp and ucx; those cannot pull from each other" in serves("rollout/0", "tcp://10.0.0.3:7001")
+
+
+def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> None:
+    told = drawn(summary_view({"stale_groups": 7, "stale_share": 0.0123}), 100)
+    assert "7 groups, 1.2% of what was made, were dropped: older than [sampling] staleness allows" in told
+    assert "stale" not in drawn(summary_view({"stale_groups": 0, "stale_share": 0.0}), 100)
 
 
 def test_the_list_of_runs_looks_as_kept() -> None:

@@ -41,16 +41,16 @@ def job(
 def gang_job(
     ranks: int = 4, per_node: int = 2, *, standbys: int = 0, warm: bool = True, rollouts: int = 3,
     min_rollouts: int = 1, spares: int = 1, steps: int = 9, limits: Limits | None = None,
-    recovery: Recovery | None = None, faults: Sequence[Fault] = (),
+    recovery: Recovery | None = None, faults: Sequence[Fault] = (), engines: bool = False,
 ) -> JobView:  # fmt: skip
-    """The small job with a trainer of so many ranks, kept warm."""
+    """The small job with a trainer of so many ranks, kept warm; ``engines``: so are rollouts."""
     small = job(
         rollouts=rollouts, min_rollouts=min_rollouts, spares=spares, steps=steps, limits=limits, recovery=recovery,
         faults=faults,
     )  # fmt: skip
     roles = tuple(
         msgspec.structs.replace(one, ranks=ranks, per_node=per_node, warm=warm, standbys=standbys)
-        if one.name == "trainer" else one
+        if one.name == "trainer" else msgspec.structs.replace(one, warm=engines and one.name == "rollout")
         for one in small.roles
     )  # fmt: skip
     nodes = pool_nodes(roles, NODE) + spares

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.manager import executor, lease, runtime
+from rrl.manager import executor, lease, resuming, runtime
 from rrl.manager.cluster import (
     AllocationSeen,
     AllocationState,
@@ -26,9 +26,9 @@ from rrl.manager.cluster import (
     Unanswered,
 )  # fmt: skip
 from rrl.manager.events import Stamped
-from rrl.manager.journal import Journal
+from rrl.manager.journal import Follower, Journal
 from rrl.manager.lease import Lease
-from rrl.manager.mailbox import Letter
+from rrl.manager.resuming import Order
 from rrl.manager.state import State
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import JobView
@@ -234,8 +234,10 @@ class Site:
     def resume(self, job: JobView) -> None:
         """Somebody has the run that has ended go on, with this job."""
         self.job = job
-        letter = Letter("resume", "ada", job=job)
-        write_atomically(self.run.mailbox / "resume.json", msgspec.json.encode(letter))
+        state = Follower(self.run).state()
+        assert state is not None
+        assert state.ended is not None
+        resuming.order(self.run, Order("ada", "resume", job, "job.toml", state.ended), lambda _: None)
 
     def when(self, holds: Callable[[], bool], then: Callable[[], None]) -> None:
         """``then``, as soon as it holds."""
@@ -326,7 +328,7 @@ class Actor:
                 self._works()
                 self.site.became.append(f"{message.shadow} {message.life}")
                 self._greet()
-                if rank_of(self.life.replica) == 0:
+                if self.role == "trainer" and rank_of(self.life.replica) == 0:
                     self.site.spawn(self._train())
         elif isinstance(message, msg.Fenced):
             if message.life == self.life:  # an agent is told of others, too

@@ -163,7 +163,7 @@ def test_its_end_is_the_end_of_what_it_became(standing: Hearing, end: object, jo
         standing.hear(AS_MEMBER, peer=b"worker")
     if isinstance(end, ExitRecord):
         standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(end))
-        standing.ear.exit_records()
+        asyncio.run(standing.ear.exit_records())
     else:
         standing.hear(end, peer=b"first")
     ended = standing.events[-1]
@@ -263,6 +263,36 @@ def test_two_that_become_something_at_once_are_not_given_the_same_one_and_each_t
         assert [told.gpus for told in with_gpus.hear(hello, peer=b"other")] == [("GPU-c",)]
 
 
+# a rollout's: it has its own from the start
+ENGINE, LATER = Life(ReplicaId("shadow/n1:rollout"), 1), Life(ReplicaId("rollout/1"), 2)
+
+
+def says_hello(hearing: Hearing, life: Life, *gpus: str, phase: str = "standby") -> list[object]:
+    hello = msg.Hello(life, tag_of(RUN, ENGINE), N1, "host", 60, phase, gpus=gpus)
+    return hearing.hear(hello, peer=b"engine")
+
+
+def test_an_engine_has_its_gpu_from_the_start_keeps_it_and_no_other_life_gets_it(with_gpus: Hearing) -> None:
+    step = tag_of(RUN, ENGINE)
+    with_gpus.fold(ev.Intended(Launch(ENGINE, step, "pool", N1, WHY)))
+    assert [type(one) for one in says_hello(with_gpus, ENGINE, "GPU-c")] == [msg.Welcome]
+    adopted(with_gpus).hear(msgspec.structs.replace(HELLO, gpus=("GPU-b", "GPU-c")), peer=b"worker")
+    with pytest.raises(Refused, match="sees no free GPU for trainer/0#2"):
+        asyncio.run(with_gpus.ear.adoptions.adopt(ADOPTION))
+    with_gpus.fold(ev.Intended(Launch(LATER, step, "pool", N1, WHY, shadow=ENGINE)))
+    told = says_hello(with_gpus, ENGINE, "GPU-c")
+    assert [(one.life, one.gpus) for one in told if isinstance(one, msg.Become)] == [(LATER, ("GPU-c",))]
+    assert [type(one) for one in says_hello(with_gpus, LATER, "GPU-c", phase="starting")] == [msg.Welcome]
+    assert not state_of(with_gpus).findings
+
+
+def test_an_engine_that_was_given_the_gpu_of_another_life_is_failed_for_it(with_gpus: Hearing) -> None:
+    with_gpus.fold(ev.Intended(Launch(ENGINE, tag_of(RUN, ENGINE), "pool", N1, WHY)))
+    assert says_hello(with_gpus, ENGINE, "GPU-b") == []
+    (finding,) = state_of(with_gpus).findings.values()
+    assert (finding.detector, finding.life) == ("gpu_taken", ENGINE)
+
+
 HELLO_WITH_GPUS = msgspec.structs.replace(HELLO, gpus=("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
 
 
@@ -299,3 +329,18 @@ def test_a_shadow_is_launched_as_the_role_that_is_kept_warm_beside_everything_on
     trainer = write_launch(run, state, Launch(OLD, tag_of(RUN, OLD), "pool", N1, WHY), "/job")
     assert (trainer.overlap, trainer.each) == (False, each)
     assert not read_launch(trainer.launch_file).standby
+
+
+def test_a_rollout_that_is_kept_ready_is_launched_as_the_rollout_that_it_becomes(tmp_path: Path) -> None:
+    job = gang_job(1, 1, engines=True)
+    each = Resources(2, 1, 2**30)
+    roles = tuple(msgspec.structs.replace(one, each=each) if one.name == "rollout" else one for one in job.roles)
+    job = msgspec.structs.replace(job, roles=roles, cluster="slurm")
+    held = Allocation("pool", Ask("pool", 1, Resources(8, 4, 2**33), 60.0), 0.0)
+    run = RunDir(tmp_path / RUN)
+    run.create()
+    state, tag = State(RUN, job, allocations={"pool": held}), tag_of(RUN, ENGINE)
+    step = write_launch(run, state, Launch(ENGINE, tag, "pool", N1, WHY), "/job")
+    launch = read_launch(step.launch_file)
+    assert (launch.life, launch.standby, launch.argv, launch.gpus) == (ENGINE, True, ("run", "rollout"), 1)
+    assert (step.overlap, step.each) == (False, each), "what it takes nobody else is given"

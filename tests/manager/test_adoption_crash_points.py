@@ -1,4 +1,5 @@
-"""The manager may die over any record of an adoption: one process becomes the trainer, and nobody else notices."""
+"""The manager may die over any record of an adoption: one process becomes the trainer, or the rollout, and nobody else
+notices."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Launch
+from rrl.manager.actions import Exclude, Fence, Launch
 from rrl.manager.fold import fold
 from rrl.manager.journal import replay
 from rrl.manager.state import State
 from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.jobview import Limits
+from rrl.spec.jobview import JobView, Limits
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import SHADOW, Life, Outcome, ReplicaId
 from rrl.tests.manager import virtual
@@ -26,6 +27,8 @@ from rrl.transport.keys import RunKeys
 LIMITS = Limits(beat=0.5, silence=4.0, join=40.0, quiet=20.0, poll=10.0, lease=3.0)
 KILL = Fault("f0", FaultKind.KILL, TRAINER, At(step=2))
 JOB = gang_job(1, 1, rollouts=2, spares=1, steps=4, limits=LIMITS, faults=[KILL])
+WARM = gang_job(1, 1, rollouts=2, spares=1, steps=5, limits=LIMITS, engines=True)
+ROLLOUT = ReplicaId("rollout/1")
 KEYS = RunKeys.make()
 
 
@@ -35,7 +38,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def lived(prepared: Callable[[Site], None] = lambda site: None) -> tuple[Site, State]:
+def lived(prepared: Callable[[Site], None] = lambda site: None, job: JobView = JOB) -> tuple[Site, State]:
     """One run to its end, which is a good one."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         run = RunDir(Path(folder) / RUN)
@@ -43,7 +46,7 @@ def lived(prepared: Callable[[Site], None] = lambda site: None) -> tuple[Site, S
         KEYS.save(run.keys)
 
         async def live() -> Site:
-            site = Site(run, JOB, 8)
+            site = Site(run, job, 8)
             prepared(site)
             prepare(site, patch)
             assert await site.manage() is Outcome.COMPLETED
@@ -58,7 +61,7 @@ def lived(prepared: Callable[[Site], None] = lambda site: None) -> tuple[Site, S
             state = fold(state, stamped)
         assert state is not None
         assert (site.allocations, state.allocations, state.intents) == ({}, {}, {})
-        assert state.step == JOB.steps
+        assert state.step == job.steps
         assert len(site.granted) == 1
         return site, state
 
@@ -72,8 +75,8 @@ def lives_of(site: Site) -> dict[ReplicaId, set[Life]]:
     return found
 
 
-def assert_nobody_else_came_back(site: Site) -> None:
-    again = [id for id, lives in lives_of(site).items() if id != TRAINER and len(lives) > 1]
+def assert_nobody_else_came_back(site: Site, but: ReplicaId = TRAINER) -> None:
+    again = [id for id, lives in lives_of(site).items() if id != but and len(lives) > 1]
     assert again == [], site.kill_at
 
 
@@ -138,3 +141,48 @@ def test_a_shadow_that_dies_with_its_trainer_leaves_a_cold_start(unharmed: Site)
     site, _ = lived(doomed)
     assert_nobody_else_came_back(site)
     assert len(lives_of(site)[TRAINER]) >= 2
+
+
+# ── a rollout's ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def lost(prepared: Callable[[Site], None] = lambda site: None) -> Site:
+    """Once the third step is committed the node of rollout/1 dies; its spare has an engine by then."""
+
+    def crashing(site: Site) -> None:
+        site.crash_at = 3
+        prepared(site)
+
+    site, _ = lived(crashing, WARM)
+    assert_nobody_else_came_back(site, ROLLOUT)
+    return site
+
+
+@pytest.fixture(scope="module")
+def crashed() -> Site:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        return lost()
+
+
+def test_a_rollout_whose_node_crashes_goes_on_as_the_one_that_is_kept_ready(crashed: Site) -> None:
+    assert crashed.became == ["shadow/n5:rollout#1 rollout/1#2"]
+    assert len(lives_of(crashed)[ROLLOUT]) == 2
+
+
+def around_its_adoption(records: list[ev.Stamped]) -> range:
+    """Numbers of the records from the exclusion of the node until the rollout has joined."""
+    excluded = next(s.seq for s in records if isinstance(s.event, ev.Decided) and isinstance(s.event.action, Exclude))
+    joined = next(s.seq for s in records if isinstance(s.event, ev.Joined) and s.event.life == Life(ROLLOUT, 2))
+    return range(excluded, joined + 2)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_over_any_record_of_a_rollouts_adoption_the_manager_may_die(crashed: Site, before: bool) -> None:
+    for kill_at in around_its_adoption(crashed.records):
+
+        def doomed(site: Site, at: int = kill_at) -> None:
+            site.kill_at, site.before = at, before
+
+        site = lost(doomed)
+        assert site.managers == 2, kill_at
+        assert site.became == crashed.became, kill_at
+        assert len(lives_of(site)[ROLLOUT]) == 2, kill_at

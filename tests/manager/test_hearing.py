@@ -197,14 +197,14 @@ def test_a_witnessed_end_is_told_in_the_words_of_its_exit_record_where_there_is_
 
 
 def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Hearing) -> None:
-    hearing.ear.exit_records()
+    asyncio.run(hearing.ear.exit_records())
     assert hearing.events == []
     hearing.run.exit_file(STEP).write_bytes(b"")  # being written, or torn
-    hearing.ear.exit_records()
+    asyncio.run(hearing.ear.exit_records())
     assert hearing.events == []
     record = ExitRecord(STEP, R1, N1, None, 9, "signalled", 0.0)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
-    hearing.ear.exit_records()
+    asyncio.run(hearing.ear.exit_records())
     assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, "signalled")]
 
 

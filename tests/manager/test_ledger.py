@@ -123,6 +123,15 @@ def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once()
     assert summary(started()).reward_first10 is None
 
 
+def test_what_was_dropped_for_its_age_is_told_as_of_the_newest_step() -> None:
+    def told(step: int, groups: float, share: float) -> At:
+        return 20.0 + step, ev.StepCommitted(Life(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share})
+
+    got = summary(started(), told(3, 9.0, 0.3), told(4, 12.0, 1 / 3), told(2, 5.0, 0.2))
+    assert (got.stale_groups, got.stale_share) == (12, 0.3333)
+    assert (summary(started()).stale_groups, summary(started()).stale_share) == (0, 0.0)
+
+
 KILLED: list[At] = [
     (40.0, perform(Life(R0, 1))),
     (40.1, ev.FaultInjected("f0", Life(R0, 1), True)),

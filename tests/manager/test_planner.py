@@ -16,7 +16,7 @@ from rrl.manager.fold_lives import RETURN_PAUSE
 from rrl.manager.planner import Plan, plan
 from rrl.manager.planner.ending import said_at_the_end
 from rrl.manager.planner.start import REFUSALS
-from rrl.manager.planner.terms import WALLTIME_MARGIN
+from rrl.manager.planner.terms import HOPELESS, WALLTIME_MARGIN
 from rrl.manager.state import Status, workers
 from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.jobview import Limits, Recovery
@@ -29,7 +29,7 @@ R0, R1 = ROLLOUTS
 ALL = (STORE, REWARD, TRAINER, R0, R1)
 ONCE = dict.fromkeys(ALL, 1)
 DAY = 86400.0
-N1, N2, N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(1, 7))
+N1, N2, N3, N4, N5, N6, N7 = (NodeName(f"n{i}") for i in range(1, 8))
 
 
 def launches(world: World) -> list[str]:
@@ -241,8 +241,10 @@ def test_a_rollout_that_was_gone_on_without_takes_no_room_from_one_that_is_wante
     world.play(lambda: world.incarnations()[R1] == 2)
     world.play(lambda: world.state.replica(R1).status is Status.JOINED)
     assert world.node_of(R1) == N3
-    world.wait(5000.0)
     assert (world.state.replica(R0).status, requests(world)) == (Status.RETIRED, [POOL])
+    world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=600.0)
+    assert len(requests(world)) == 2, "one is asked for on its behalf, once its failures have left the window"
+    assert world.node_of(R1) == N3
 
 
 def test_a_rollout_that_spent_its_budget_is_gone_on_without() -> None:
@@ -517,12 +519,27 @@ def test_refusals_of_long_ago_do_not_keep_a_replacement_from_being_asked_for() -
     world.lose_node(N3)
     world.play(at_most=300.0)
     assert len(requests(world)) == 1 + REFUSALS
-    world.refuse = ""
     world.wait(1000.0)
+    assert len(requests(world)) == 2 + REFUSALS, "for the one that was gone on without, once in a window"
+    world.refuse = ""
+    world.wait(600.0)
+    assert (len(requests(world)), world.node_of(R0)) == (3 + REFUSALS, N6)
     world.lose_node(N4)
     world.play(lambda: world.incarnations()[R1] == 2)
-    assert len(requests(world)) == 2 + REFUSALS
-    assert world.node_of(R1) == N6
+    assert (len(requests(world)), world.node_of(R1)) == (4 + REFUSALS, N7)
+
+
+def test_a_pool_whose_replacement_can_never_be_met_is_asked_for_another_once_a_window() -> None:
+    world = World(job(rollouts=3, spares=0), nodes=7).steady()
+    world.hopeless["pool"] = "BadConstraints"
+    world.lose_node(N3)
+    world.wait(1500.0 + 2 * HOPELESS)
+    assert world.state.replica(R0).status is Status.RETIRED
+    assert len(requests(world)) == 1 + 3
+    assert not [one for one in world.state.allocations.values() if one.pending]
+    world.hopeless = {}
+    world.play(world.works, at_most=700.0)
+    assert world.incarnations()[R0] == 2
 
 
 def test_a_replacement_that_comes_late_is_used_by_the_replica_that_was_gone_on_without() -> None:

@@ -16,7 +16,7 @@ from rrl.manager.actions import Launch
 from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
 from rrl.manager.state import Status, gangs, workers
 from rrl.spec.jobview import JobView, Recovery
-from rrl.spec.words import Cause, NodeName, rank_of
+from rrl.spec.words import Cause, NodeName
 from rrl.tests.manager.jobs import gang_job, in_parts
 from rrl.tests.manager.test_nodes import Nodes
 from rrl.tests.manager.world import found
@@ -134,13 +134,6 @@ class Story(Nodes):
         steps = [one.step for one in self.state.replicas.values() if one.believed and one.step]
         assert len(steps) == len(set(steps)), "one step, two that are believed to be it"
 
-    def works_but_for_the_spared(self) -> bool:
-        """In a pool, who was gone on without for want of nodes takes what others leave."""
-        rest = [one for one in workers(self.state) if one.status is Status.RETIRED]
-        assert all(one.role == "rollout" and rank_of(one.id) == 0 for one in rest)
-        others = (one for one in workers(self.state) if one not in rest)
-        return all(one.status is Status.JOINED and one.step in self.steps for one in others)
-
 
 _WHAT = (
     *3 * ("kill", "commit"), *2 * ("freeze", "drain", "undrain", "restart", "manager", "arrive", "mute", "refuse"),
@@ -173,8 +166,8 @@ def _told(seed: int) -> None:
             story.resume()
         story.check()
     story.heal()
-    story.play(lambda: story.over or story.works_but_for_the_spared(), at_most=8000.0)
-    assert story.over or story.works_but_for_the_spared(), {one.id: one.status for one in workers(story.state)}
+    story.play(lambda: story.over or story.works(), at_most=8000.0)
+    assert story.over or story.works(), {one.id: one.status for one in workers(story.state)}
 
 
 @pytest.mark.parametrize("seed", FEW)

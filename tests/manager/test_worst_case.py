@@ -55,6 +55,17 @@ def test_each_rank_is_a_step_and_so_is_each_shadow() -> None:
     assert shadows(msgspec.structs.replace(gang, recovery=Recovery(policy="job"))) == 0
 
 
+def test_each_spare_has_as_many_rollouts_kept_ready_as_it_carries() -> None:
+    warm = msgspec.structs.replace(ROLES[2], warm=True)
+    pool = msgspec.structs.replace(view("pool"), roles=(*ROLES[:2], warm), spares=2)
+    assert shadows(pool) == 2
+    assert worst_case(pool).steps == 5 + 6 + 2
+    together = msgspec.structs.replace(warm, exclusive=False, each=Resources(1, 0, 2**28))  # two CPUs on a node
+    assert shadows(msgspec.structs.replace(pool, roles=(*ROLES[:2], together))) == 2 * 2
+    assert shadows(msgspec.structs.replace(pool, spares=9)) == 3  # no more than there are rollouts
+    assert shadows(msgspec.structs.replace(pool, recovery=Recovery(policy="job"))) == 0
+
+
 def test_who_gives_everything_back_at_each_failure_asks_for_everything_anew() -> None:
     requeue = msgspec.structs.replace(view("pool"), recovery=Recovery(policy="requeue"))
     assert worst_case(requeue).jobs_per_hour == worst_case(view("pool")).jobs_per_hour + 6 * 10

@@ -36,6 +36,7 @@ from rrl.spec.words import (
     Version,
     rank_of,
     role_of,
+    stands_for,
 )  # fmt: skip
 from rrl.tests.manager.jobs import RUN
 
@@ -225,6 +226,11 @@ class World:
             if one.role == SHADOW and one.status is Status.JOINED and one.step in self.steps and one.node
         )  # fmt: skip
 
+    def engines(self) -> list[NodeName]:
+        """Nodes on which a rollout is kept ready, once for each."""
+        ready = (one for one in self.state.replicas.values() if _holds(one.life) and one.status is Status.JOINED)
+        return sorted(one.node for one in ready if one.step in self.steps and one.node)
+
     def warmed(self) -> World:
         """The trainer has committed a step, and its shadows are ready."""
         self.commit(self.state.step + 1)
@@ -363,6 +369,7 @@ class World:
         assert action.node in self.held[action.allocation], f"{action.node} is not in {action.allocation}"
         assert action.life not in self._lives, f"{action.life} is launched twice"
         self._lives.add(action.life)
+        self._finds_room(action)
         if action.shadow is not None:
             self._become(action)
             return
@@ -373,6 +380,16 @@ class World:
         elif action.node not in self.dead:
             self.steps[action.step] = (action.life, action.node)
             self._later(0.3, lambda: self._speak(action))
+
+    def _finds_room(self, action: Launch) -> None:
+        """A rollout that is kept warm holds room: it finds it free, and nobody else is started in it."""
+        there = [life for life, node in self.steps.values() if node == action.node]
+        held = [life for life in there if _holds(life)]
+        if _holds(action.life):
+            assert all(role_of(life.replica) in (AGENT, SHADOW) for life in there), f"{action.life} has no room"
+        elif role_of(action.life.replica) not in (AGENT, SHADOW) and self.slow_to_stop < 10.0:
+            over = action.shadow is not None and _holds(action.shadow)
+            assert over or not held, f"{held} hold the room of {action.life}"
 
     def _become(self, action: Launch) -> None:
         """The shadow goes on as the life, in its own step."""
@@ -465,6 +482,10 @@ class World:
     def _later(self, after: float, do: Callable[[], None]) -> None:
         self._count += 1
         heappush(self._due, (self.now + after, self._count, do))
+
+
+def _holds(life: Life) -> bool:
+    return role_of(life.replica) == SHADOW and stands_for(life.replica) == "rollout"
 
 
 def found(life: Life, detector: str, at: float, proof: bool = False, text: str = "") -> ev.FindingChanged:

@@ -64,6 +64,11 @@ def shadow_worker(scene: Scene) -> Worker:
     return Worker(shadow_launch(scene), scene.at.run, scene.at.keys)
 
 
+def follows(me: Worker) -> bool:
+    """It pulls every newest version."""
+    return any("_follow" in repr(task) for task in me._link._tasks)
+
+
 def works(me: Worker, begun: threading.Event) -> Callable[[], None]:
     def work() -> None:
         begun.set()
@@ -163,6 +168,31 @@ def test_everything_that_it_says_from_then_on_carries_the_life_that_it_became(sc
             await manager.tell(MEMBER, Inject(fault, "another step"))
             assert (await manager.hears(Injected)).life == MEMBER
             await manager.stop(MEMBER)
+            await role.end()
+
+    play(story)
+
+
+def test_one_of_a_rollout_has_its_settings_from_the_start_and_pulls_weights_once_it_has_become_one(
+    scene: Scene,
+) -> None:
+    engine = Life(ReplicaId("shadow/local1:rollout"), 1)
+
+    async def story() -> None:
+        launch = scene.at.launch(replica=engine.replica, incarnation=1, env=dict(os.environ))
+        me = Worker(msgspec.structs.replace(launch, standby=True), scene.at.run, scene.at.keys)
+        assert me.settings == me.job["roles"]["rollout"]
+        async with scene.manager() as manager:
+            role = scene.start(me, lambda: me.stopping.wait(PATIENCE))
+            hello = await manager.hears(Hello)
+            assert (hello.life, hello.phase, hello.holds) == (engine, "standby", None)
+            assert hello.serves, "what takes time is open already"
+            assert not follows(me), "and nothing comes in by it yet"
+            rollout = Life(ReplicaId("rollout/1"), 2)
+            await manager.tell(engine, Become(engine, rollout, launch.tag))
+            assert (await manager.hears(Hello, lambda told: told.life == rollout)).serves == hello.serves
+            await eventually(lambda: follows(me))
+            await manager.stop(rollout)
             await role.end()
 
     play(story)
@@ -338,7 +368,8 @@ def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: 
 
 @pytest.mark.parametrize(
     ("chosen", "gpus", "visible"),
-    [(("5", "7"), "5,7", "1,3"), (("GPU-b",), "4,5,6,7", "GPU-b"), ((), "4,5,6,7", "0,1,2,3")],
+    [(("5", "7"), "5,7", "1,3"), (("GPU-b",), "4,5,6,7", "GPU-b"), ((), "4,5,6,7", "0,1,2,3"),
+     (("all",), "4,5,6,7", "0,1,2,3")],
 )
 def test_of_the_gpus_that_it_sees_it_keeps_those_that_it_is_given(
     chosen: tuple[str, ...], gpus: str, visible: str

@@ -1,4 +1,4 @@
-"""Trainers that go on as the shadow of their node: whole runs of light roles."""
+"""Trainers that go on as the shadow of their node, rollouts as the one on a spare: whole runs of light roles."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch
-from rrl.manager.state import Replica, State, Status
+from rrl.manager.state import Replica, State, Status, workers
 from rrl.spec.phases import STANDBY
-from rrl.spec.words import SHADOW, Life, ReplicaId
+from rrl.spec.words import SHADOW, Life, ReplicaId, stands_for
+from rrl.tests.lab.local import crash
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 
-TRAINER = ReplicaId("trainer/0")
+TRAINER, ROLLOUT = ReplicaId("trainer/0"), ReplicaId("rollout/1")
 
 
 def shadows(state: State) -> list[Replica]:
@@ -81,6 +83,47 @@ def test_a_killed_trainer_goes_on_at_once_as_the_shadow_of_its_node(tmp_path: Pa
     assert (recovery["replica"], recovery["incarnation"]) == (TRAINER, 2)
 
 
+def warm_rollouts(cluster: str, steps: int) -> str:
+    return light_job(cluster, steps).replace("[roles.rollout]\n", "[roles.rollout]\nwarm = true\n")
+
+
+def wait_for_engine(run: TestRun) -> Replica:
+    """The rollout that is kept ready on the spare; everybody works. Meanwhile the run stands."""
+    run.wait_steps(2)
+    for index in (0, 1):
+        run.hold_in_the_middle(index)
+    state = run.wait(lambda s: any(stands_for(one.id) == "rollout" for one in shadows(s)) and all_work(s))
+    return next(one for one in shadows(state) if stands_for(one.id) == "rollout")
+
+
+def becomes_the_rollout(run: TestRun, engine: Replica, lose: Callable[[str], None]) -> None:
+    """The node of rollout/1 is lost in the middle of its work; its next life is this process, and nobody else is
+    touched. Its predecessor's unfinished trajectories are gone on with."""
+    before = lives(run.state())
+    node = run.state().replica(ROLLOUT).node
+    assert node is not None
+    assert engine.node != node
+    lose(node)
+    run.let_go(1)
+    after = run.wait_back_alone(before, ROLLOUT, ReplicaId(f"agent/{node}"))
+    run.let_go(0)
+    assert after[ROLLOUT] == (Life(ROLLOUT, 2), engine.pid, engine.node)
+    (adoption,) = [one for one in adoptions(run) if one.life.replica == ROLLOUT]
+    assert adoption.shadow == engine.life
+
+
+def test_a_rollout_whose_node_crashes_goes_on_at_once_as_the_one_that_is_kept_ready(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, warm_rollouts("local", 12))
+    engine = wait_for_engine(run)
+    shown = run.call("status", str(run.run.path), stdout=subprocess.PIPE).communicate(timeout=60)[0]
+    assert f"warm rollout on {engine.node}" in shown
+    becomes_the_rollout(run, engine, lambda node: crash(run.run, node))
+    end_well(run)
+    assert run.continued(dead=-101.0)
+    [recovery] = run.summary()["recoveries"]
+    assert (recovery["replica"], recovery["incarnation"], recovery["rung"]) == (ROLLOUT, 2, "spare node")
+
+
 @pytest.mark.long
 def test_a_manager_killed_over_the_adoption_is_followed_by_one_that_goes_through_with_it(tmp_path: Path) -> None:
     """The shadow hears nothing before the next manager is there: it is frozen when the first one tells it."""
@@ -138,3 +181,41 @@ def test_on_slurm_a_shadow_waits_beside_steps_that_have_its_whole_node_and_takes
     becomes_the_trainer(run, shadow)
     assert run.state().replica(TRAINER).step is not None
     end_well(run)
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+@pytest.mark.parametrize("victim", [ROLLOUT, TRAINER])
+def test_on_slurm_a_rollout_that_is_kept_ready_holds_its_node_beside_the_trainers_shadow_until_one_is_needed(
+    slurm_lab: SlurmLab, victim: ReplicaId
+) -> None:
+    """Its step has all CPUs of the spare, as a rollout's has. Whose node is lost goes on there: as the rollout that is
+    ready, or as the trainer's shadow, for which that one makes way."""
+    job = warm_rollouts("slurm", 100_000).replace('light_rollout.py"]\nmem', 'light_rollout.py"]\ncpus = 2\nmem')
+    run = submit_on(slurm_lab, f"warm-{victim.partition('/')[0]}", job)
+    try:
+        ready = run.wait(lambda s: all_work(s) and {"trainer", "rollout"} <= _stand_on_spares(s))
+        before = lives(ready)
+        node = ready.replica(victim).node or ""
+        slurm_lab.crash(node)
+        after = run.wait_back_alone(before, victim, ReplicaId(f"agent/{node}"))
+        [adoption] = adoptions(run)
+        assert (adoption.life, adoption.node) == (Life(victim, 2), after[victim][2])
+        assert adoption.shadow is not None
+        assert stands_for(adoption.shadow.replica) == victim.partition("/")[0]
+        if victim == TRAINER:
+            state = run.wait(lambda s: s.replica(TRAINER).commits > 0)
+            assert "rollout" not in _stand_on_spares(state)
+    finally:
+        with run.call("cancel", run.run.id) as process:
+            assert process.wait(90) == 0
+        run.wait_end()
+        run.wait_gone()
+        slurm_lab.clear()
+    check_sound(run.run)
+
+
+def _stand_on_spares(state: State) -> set[str]:
+    """Roles of which one is ready where no role works."""
+    used = {one.node for one in workers(state)}
+    return {stands_for(one.id) for one in shadows(state) if one.node not in used}
