@@ -17,8 +17,10 @@ from rrl.manager.worst_case import WorstCase, worst_case
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
 from rrl.spec.load import load_job, resolved
+from rrl.spec.model_folder import max_length, unfit
 from rrl.spec.toml_lines import lines_of, nearest_line
 from rrl.spec.write import as_toml
+from rrl.transport.weights.pipe import PACKAGES, choose, package
 
 
 def planned(job: Job, path: Path) -> list[tuple[str, str]]:
@@ -33,7 +35,7 @@ def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], st
     """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
 
     Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
-    warnings = _not_here(job)
+    warnings = [*_not_here(job), *_pipe_not_here(job, path), *_model(job, path)]
     if job.cluster.kind != "slurm":
         return warnings, ""
     if shutil.which("sbatch") is None:
@@ -56,7 +58,7 @@ async def _answers(job: Job, view: JobView, foreground: bool) -> tuple[list[Trou
 def check(path: Path, *, json: bool) -> int:
     """Raises SpecError, and BadInput. Touches nothing."""
     job = load_job(path)
-    plan = planned(job, path)
+    plan = [*planned(job, path), ("weights", _pipe(job))]
     if json:
         warnings, most = asked(job, path)
         shown = [{"title": title, "text": text} for title, text in [*plan, *_most(most)]]
@@ -100,6 +102,48 @@ def _not_here(job: Job) -> list[str]:
         for key, where in given.items()
         if where and "/" in where and "$" not in where and not Path(where).expanduser().exists()
     ]
+
+
+def _pipe(job: Job) -> str:
+    """Which pipe the weights would move over, were all machines as this one."""
+    kind, why = choose(job.transport.weights)
+    return f"over {kind}: {why}"
+
+
+def _pipe_not_here(job: Job, path: Path) -> list[str]:
+    """A pipe that is asked for by name, and whose package this machine does not have. Raises BadInput where roles run
+    in this very environment."""
+    kind = job.transport.weights
+    if kind not in PACKAGES or package(kind) is not None:
+        return []
+    told = f"{PACKAGES[kind][0]} is not installed"
+    elsewhere = job.cluster.kind != "local" or job.env.python or job.env.venv or job.env.conda
+    if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
+        return [f'transport.weights = "{kind}": {told} on this machine; it must be on the nodes']
+    fix = f"pip install 'rrl-slurm[{kind}]', or write \"auto\""
+    raise BadInput(_located(path, Trouble(("transport", "weights"), f"{told}; {fix}")))
+
+
+def _model(job: Job, path: Path) -> list[str]:
+    """Raises BadInput for a model that cannot be what [model] path means. One that only the nodes have (their own disk,
+    a container's) cannot be looked at here: of that it is only said that this machine does not have it."""
+    model = job.model
+    if model is None or model.path is None:
+        return []
+    folder = Path(model.path)
+    if not folder.exists():
+        here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
+        if not here:
+            return [f"model.path = {model.path!r} does not exist on this machine; it must on the nodes"]
+        wrong = Trouble(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json")
+    elif why := unfit(folder, model.chat):
+        wrong = Trouble(("model", "chat" if "chat template" in why else "path"), why)
+    elif job.sampling.max_new_tokens >= (longest := max_length({"path": model.path, "max_length": model.max_length})):
+        said = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
+        wrong = Trouble(("sampling", "max_new_tokens"), f"{said} in all; lower it")
+    else:
+        return []
+    raise BadInput(_located(path, wrong))
 
 
 def _beyond(worst: WorstCase, seen: SeenLimits) -> list[Trouble]:

@@ -110,6 +110,20 @@ def heal(network: Network, node: str) -> None:
     _ip("link", "set", network.link(node), "up")
 
 
+def shape(network: Network, node: str, rate: str) -> None:
+    """Give the node a NIC of ``rate`` (as tc writes it: ``2gbit``), each way. Raises RuntimeError where the kernel has
+    no token bucket filter."""
+    limit = ("root", "tbf", "rate", rate, "burst", "1mb", "latency", "50ms")
+    _run("tc", "-n", network.namespace(node), "qdisc", "replace", "dev", "eth0", *limit)
+    _run("tc", "qdisc", "replace", "dev", network.link(node), *limit)
+
+
+def passed(network: Network, node: str) -> tuple[int, int]:
+    """Bytes that the node has sent and received so far, by its NIC."""
+    counters = Path(f"/sys/class/net/{network.link(node)}/statistics")
+    return int((counters / "rx_bytes").read_text()), int((counters / "tx_bytes").read_text())
+
+
 def divert(network: Network, node: str) -> tuple[str, str]:
     """Take the node's link off the bridge. Returns it, and a device on the bridge to forward its frames to and from."""
     link, near, far = network.link(node), f"{network.prefix}d{node}", f"{network.prefix}e{node}"
@@ -129,7 +143,11 @@ def undivert(network: Network, node: str) -> None:
 
 
 def _ip(*argv: str) -> str:
-    done = subprocess.run(["ip", *argv], capture_output=True, text=True)
+    return _run("ip", *argv)
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"ip {' '.join(argv)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
     return done.stdout

@@ -14,6 +14,7 @@ from rrl.spec.job import Job
 from rrl.spec.jobview import Limits
 from rrl.spec.load import SpecError, load_job, resolved
 from rrl.spec.phases import PHASES
+from rrl.spec.write import as_toml
 from rrl.tests.lab.plain_user import call_as
 from rrl.tests.spec.jobs import JOB
 
@@ -24,6 +25,33 @@ def complaint(tmp_path: Path, text: str | bytes) -> str:
     with pytest.raises(SpecError) as raised:
         load_job(path)
     return str(raised.value).replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [("models/a", "models/a"), ("../b", "../b"), ("/shared/c", "/shared/c"), ("~/d", "/home/me/d")]
+)
+def test_a_models_path_starts_where_the_job_lies_or_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, found: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "job.toml"
+    text = JOB.replace('[model.tokenizer]\npieces = "0123456789+= "\n', f'[model]\npath = "{given}"\n')
+    path.write_text(text)
+    for folder, job in ((tmp_path, load_job(path)), (Path("/elsewhere"), load_job(path, Path("/elsewhere")))):
+        assert job.model is not None
+        assert job.model.path == os.path.normpath(folder / found)
+        spec = resolved(job)["model"]
+        assert spec == {
+            "path": job.model.path, "dtype": "float32", "chat": False, "max_length": None, "tokenizer": None
+        }  # fmt: skip
+        path.write_text(as_toml(job))
+        assert load_job(path).model == job.model  # what is written can be read again, from anywhere
+        path.write_text(text)
+
+
+def test_a_model_that_is_built_has_its_length_filled_in(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    assert resolved(load_job(tmp_path / "job.toml"))["model"]["max_length"] == 64
 
 
 def test_a_valid_job_is_loaded_with_its_values(tmp_path: Path) -> None:
@@ -79,7 +107,22 @@ WRONG: list[tuple[str, str, str]] = [
      ' ("step=5": once the trainer has committed that step; "time=90s": after the first nodes came; "phase=train":'
      " once its target is in it)"),
     ('[model.tokenizer]\npieces = "0123456789+= "\n', "",
-     "job.toml: model: missing; the built-in role trajectories needs [model.tokenizer] with pieces; or give it a command"),
+     "job.toml: model: missing; the built-in role trajectories needs path in [model], or [model.tokenizer] with"
+     " pieces; or give it a command"),
+    ('[model.tokenizer]\npieces = "0123456789+= "\n', "[model]\nlayers = 1\n",
+     "job.toml:9: model.tokenizer: missing; add a table [model.tokenizer] with pieces, or path in [model] to a Hugging"
+     " Face folder"),
+    ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nlayers = 2\n',
+     "job.toml:11: model.layers: comes from config.json of path; remove it, or remove path"),
+    ("[model.tokenizer]", '[model]\npath = "m"\n[model.tokenizer]',
+     "job.toml:11: model.tokenizer: is that of the folder in path; remove it, or remove path"),
+    ("[model.tokenizer]", "[model]\nchat = true\n[model.tokenizer]",
+     "job.toml:10: model.chat: needs path: a model that is built here has no chat template; remove it"),
+    ('[model.tokenizer]\npieces = "0123456789+= "\n', '[model]\npath = "m"\nmax_length = 5\n',
+     "job.toml: sampling.max_new_tokens: 5 leaves no room for a prompt in [model] max_length = 5; lower it or raise"
+     " max_length"),
+    ("[model.tokenizer]", '[model]\ndtype = "bf16"\n[model.tokenizer]', 'job.toml:10: model.dtype: must be "float32" or'
+     ' "bfloat16", not "bf16"; did you mean "bfloat16"?'),
     ("steps = 10", 'steps = "10"', 'job.toml:3: run.steps: must be a whole number, not "10"'),
     ("steps = 10", "steps = true", "job.toml:3: run.steps: must be a whole number, not true"),
     ("steps = 10", "steps = 10.0", "job.toml:3: run.steps: must be a whole number, not 10.0"),
@@ -226,6 +269,8 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]", "[roles.trainer]\nstandbys = 3\n[task]", "job.toml:13: roles.trainer.standbys: 3 is more than the rollouts"
      " ([roles.rollout] replicas = 2), whose nodes would keep them; lower it"),
     ("rollout/0", "trainer/0.1", 'job.toml:22: faults.planned[0].target: no rank "trainer/0.1"; trainer/0 is one process'),
+    ("replicas = 2", 'warm = true\nranks = 2\ncommand = ["x"]', "job.toml:17: roles.rollout.warm: only a rollout of one"
+     " process is kept ready, and it has ranks = 2; remove it"),
     # the place
     ("replicas = 2", 'launcher = "apptainer"', 'job.toml:17: roles.rollout.launcher: "apptainer" needs an image; set'
      " [container] image"),
@@ -269,6 +314,28 @@ def test_each_mistake_is_told_with_file_line_key_and_what_is_right(
 ) -> None:
     assert old in JOB
     assert complaint(tmp_path, JOB.replace(old, new, 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("[[faults", '[recovery]\npolicy = "job"\n[[faults', 'job.toml:17: roles.rollout.warm: [recovery] policy = "job"'
+         ' restarts every role cold; remove it, or write policy = "role"'),
+        ("local", 'local"\nspares = 0 #', "job.toml:18: roles.rollout.warm: there are no spare nodes to keep one on; remove"
+         " it, or set [cluster] spares = 1 or more"),
+        ("local", 'slurm"\nform = "replica', 'job.toml:18: roles.rollout.warm: form = "replica" has no spare nodes to keep'
+         ' one on; remove it, or write form = "pool"'),
+    ],
+)  # fmt: skip
+def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(
+    tmp_path: Path, old: str, new: str, expected: str
+) -> None:
+    warm = JOB.replace("replicas = 2", "warm = true")
+    assert complaint(tmp_path, warm.replace(old, new)) == expected
+    (tmp_path / "job.toml").write_text(warm)
+    assert {role.name for role in load_job(tmp_path / "job.toml").view("python").roles if role.warm} == {
+        "trainer", "rollout"
+    }  # fmt: skip
 
 
 def test_several_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:

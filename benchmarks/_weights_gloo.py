@@ -1,0 +1,212 @@
+"""torch.distributed's gloo as the yardstick: a broadcast to all, then the same digests of what has come.
+
+``python -m rrl.benchmarks._weights_gloo FD RANK WORLD MASTER PORT SECONDS`` is one rank, told what to do over a socket;
+:class:`Gloo` starts one a node and commands them. SECONDS is the process group's own timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rrl.spec.words import Version
+from rrl.tests.transport.weights.member import die_with_parent, right_bytes, seed_of
+from rrl.tests.transport.weights.members import SOON
+from rrl.tests.transport.weights.source import content
+from rrl.transport.weights.manifest import CHUNK_BYTES, digest, digest_threads
+from rrl.transport.weights.store import fresh_memory
+
+
+class Fill(Struct, frozen=True, tag=True):
+    """Rank 0 writes this version's content into a buffer, the others zeros into theirs."""
+
+    version: Version
+    nbytes: int
+    tensors: int
+
+
+class Go(Struct, frozen=True, tag=True):
+    """Broadcast to the first ``receivers`` ranks after 0."""
+
+    receivers: int
+
+
+class Ready(Struct, frozen=True, tag=True):
+    pass
+
+
+class Went(Struct, frozen=True, tag=True):
+    """Times of the machine's monotonic clock (s): all of it is here; digests computed one after another; and the s that
+    they take in as many threads as ours do."""
+
+    received: float
+    digested: float
+    threads: float
+    besides: float
+    """s of CPU that went into anything but receiving and the first way"""
+    right: bool
+
+
+class Broke(Struct, frozen=True, tag=True):
+    at: float
+    why: str
+
+
+class Gloo:
+    """A process group of one source and some receivers, one a node."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+
+    @classmethod
+    async def start(
+        cls, insides: Sequence[tuple[str, ...]], master: str, interface: str, timeout: float = 600.0
+    ) -> Gloo:
+        """``insides``: how the command line of each rank begins."""
+        self = cls()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        for rank, inside in enumerate(insides):
+            arguments = (str(rank), str(len(insides)), master, str(port), str(timeout))
+            process, control = _spawned(inside, arguments, interface)
+            self._ranks.append(_Rank(process, *await asyncio.open_connection(sock=control)))
+        await asyncio.gather(*(rank.hears(Ready) for rank in self._ranks))
+        return self
+
+    async def fill(self, version: Version, nbytes: int, tensors: int, receivers: int) -> None:
+        ranks = self._ranks[: receivers + 1]
+        await asyncio.gather(*(rank.ask(Fill(version, nbytes, tensors), Ready) for rank in ranks))
+
+    async def go(self, receivers: int, by: float = SOON) -> tuple[float, list[Went | Broke | BaseException]]:
+        """When it began, and what each receiver says: TimeoutError is nothing for ``by`` s, ConnectionError its end."""
+        ranks = self._ranks[: receivers + 1]
+        began = time.monotonic()
+        for rank in ranks:
+            rank.tell(Go(receivers))
+        said = await asyncio.gather(*(rank.hears(Went | Broke, by) for rank in ranks), return_exceptions=True)
+        return began, said[1:]
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def process(self, rank: int) -> subprocess.Popen[bytes]:
+        return self._ranks[rank].process
+
+    async def close(self) -> None:
+        for rank in self._ranks:
+            rank.process.kill()
+            rank.process.wait()
+            rank.writer.close()
+
+
+def _spawned(
+    inside: tuple[str, ...], arguments: tuple[str, ...], interface: str
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A rank, and the socket to command it by. What torch writes of a rank that is killed fills screens: it says what
+    broke itself."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+    mine, theirs = socket.socketpair()
+    with theirs:
+        argv = (*inside, sys.executable, "-m", "rrl.benchmarks._weights_gloo", str(theirs.fileno()), *arguments)
+        return subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL,
+                                stderr=subprocess.DEVNULL), mine  # fmt: skip
+
+
+class _Rank:
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.process, self.writer, self._reader = process, writer, reader
+
+    def tell(self, command: Fill | Go) -> None:
+        self.writer.write(msgspec.json.encode(command) + b"\n")
+
+    async def hears(self, kind: Any, by: float = SOON) -> Any:
+        """Raises TimeoutError, or ConnectionError when the rank is gone."""
+        async with asyncio.timeout(by):
+            line = await self._reader.readline()
+        if not line:
+            raise ConnectionError("the rank is gone")
+        said = msgspec.json.decode(line, type=Ready | Went | Broke)
+        if not isinstance(said, kind):
+            raise RuntimeError(f"gloo: {said}")
+        return said
+
+    async def ask(self, command: Fill | Go, kind: Any) -> Any:
+        self.tell(command)
+        return await self.hears(kind)
+
+
+def _main(control: socket.socket, rank: int, world: int, master: str, port: int, seconds: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world, init_method=f"tcp://{master}:{port}", timeout=timeout
+    )
+    groups = {receivers: dist.new_group(range(receivers + 1), timeout=timeout) for receivers in range(1, world)}
+    lines = control.makefile("rwb")
+
+    def say(report: Ready | Went | Broke) -> None:
+        lines.write(msgspec.json.encode(report) + b"\n")
+        lines.flush()
+
+    say(Ready())
+    flat, filled = memoryview(b""), Fill(Version(0, 0), 0, 1)
+    for line in lines:
+        command = msgspec.json.decode(line, type=Fill | Go)
+        if isinstance(command, Fill):
+            del flat
+            filled, flat = command, fresh_memory(command.nbytes)
+            flat[:] = content(command.nbytes, seed_of(command.version)) if rank == 0 else bytes(command.nbytes)
+            say(Ready())
+        else:
+            say(_go(dist, torch, flat, filled, groups[command.receivers], rank))
+
+
+def _go(dist: Any, torch: Any, flat: memoryview, filled: Fill, group: Any, rank: int) -> Went | Broke:
+    ends = [filled.nbytes * i // filled.tensors // 64 * 64 for i in range(filled.tensors)] + [filled.nbytes]
+    tensors = [torch.frombuffer(flat[a:b], dtype=torch.uint8) for a, b in pairwise(ends)]
+    try:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0, group=group)
+    except RuntimeError as error:
+        return Broke(time.monotonic(), str(error).splitlines()[0])
+    received = time.monotonic()
+    chunks = [flat[start : start + CHUNK_BYTES] for start in range(0, flat.nbytes, CHUNK_BYTES)]
+    if rank:
+        for chunk in chunks:
+            digest(chunk)
+    digested, before = time.monotonic(), time.process_time()
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(group=group)  # or the second way of computing them would disturb the first elsewhere
+    began = time.monotonic()
+    if rank:
+        with ThreadPoolExecutor(digest_threads()) as pool:
+            list(pool.map(digest, chunks))
+    took = time.monotonic() - began
+    right = not rank or right_bytes(flat, filled.version, filled.nbytes)
+    return Went(received, digested, took, time.process_time() - before, right)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    descriptor, rank, world, master, port, seconds = sys.argv[1:]
+    _main(socket.socket(fileno=int(descriptor)), int(rank), int(world), master, int(port), float(seconds))

@@ -1,0 +1,53 @@
+"""What passes through the NICs of the nodes while a version flows: the first node is its source."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from rrl.tests.lab import netns
+from rrl.tests.transport.weights.members import SOON
+
+_HALF = 0.5
+_TRICKLE = 0.005
+"""of what a source sends: requests to others, acknowledgements, the end of its last chunk"""
+_LOOK = 0.005
+"""s between two looks at the counters"""
+
+
+class Watch:
+    """Looks at the NICs' counters until it is ended."""
+
+    def __init__(self, network: netns.Network, nodes: Sequence[str], nbytes: int) -> None:
+        self._network, self._nodes, self._nbytes = network, nodes, nbytes
+        self._source = nodes[0]
+        self._start = {node: netns.passed(network, node) for node in nodes}
+        self._sent: list[tuple[float, int]] = []
+        self._task = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            self._sent.append((time.monotonic(), self._sent_so_far()))
+            await asyncio.sleep(_LOOK)
+
+    def _sent_so_far(self) -> int:
+        return netns.passed(self._network, self._source)[0] - self._start[self._source][0]
+
+    async def half(self, receivers: tuple[int, ...], least: int = 2) -> None:
+        """Until so many of these have received half of a copy. Raises TimeoutError."""
+        async with asyncio.timeout(SOON):
+            while True:
+                nodes = [self._nodes[place + 1] for place in receivers]
+                came = [netns.passed(self._network, node)[1] - self._start[node][1] for node in nodes]
+                if sum(each >= _HALF * self._nbytes for each in came) >= least:
+                    return
+                await asyncio.sleep(_LOOK)
+
+    def end(self, began: float) -> tuple[float, float]:
+        """When the source was free, and how many copies it sent."""
+        self._task.cancel()
+        sent = self._sent_so_far()
+        looks = [*self._sent, (time.monotonic(), sent)]
+        free = next(at for at, so_far in looks if so_far >= (1 - _TRICKLE) * sent)
+        return free - began, sent / self._nbytes

@@ -1,0 +1,111 @@
+"""How soon somebody who was restarted is back in the weight plane, on one machine.
+
+The clock starts when the new process has its imports done (it is forked from one that has: ucxx, where that is the
+pipe, is among them). A rollout is current when it has verified and committed the newest version, which a trainer and
+another rollout hold; a trainer serves when the first chunk of the version that it publishes is verified at a rollout.
+What a trainer needs to have tensors at all (its checkpoint) is not in it; laying them out, with digests, is. Between
+the two there is a driver in place of the manager, which says at once what it hears.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import defaultdict
+
+from msgspec import Struct, field
+
+from rrl.benchmarks._load import PATIENCE, calm
+from rrl.benchmarks._table import print_table
+from rrl.spec.words import TRAINER, Version
+from rrl.tests.transport.weights import orders as say
+from rrl.tests.transport.weights.members import Member, Nursery
+
+KINDS = ("ucx", "tcp")
+WHAT = ("connect", "rollout", "trainer")
+
+
+class Rejoin(Struct):
+    """s, by pipe and what (:data:`WHAT`)."""
+
+    took: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    others: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+
+async def measure(nbytes: int, repeats: int) -> Rejoin:
+    """The pipes take turns."""
+    found = Rejoin()
+    nurseries = {kind: await asyncio.to_thread(Nursery, kind) for kind in KINDS}
+    try:
+        places = {kind: await _Place.made(nursery, nbytes) for kind, nursery in nurseries.items()}
+        for turn in range(1, repeats + 1):
+            for kind, place in places.items():
+                if turn % 10 == 1:
+                    found.others.append(await calm(PATIENCE))
+                found.took[kind, "connect"].append(await place.connect())
+                found.took[kind, "rollout"].append(await place.rollout(turn + 1))
+                found.took[kind, "trainer"].append(await place.trainer(turn + 1))
+        found.wrong = sum(place.wrong for place in places.values())
+    finally:
+        for nursery in nurseries.values():
+            nursery.close()
+    return found
+
+
+class _Place:
+    """A trainer, a rollout that stays, and one that comes and goes."""
+
+    def __init__(self, nursery: Nursery, nbytes: int, source: Member, stays: Member) -> None:
+        self._nursery, self._nbytes = nursery, nbytes
+        self._source, self._stays = source, stays
+        self._version = Version(0, 1)
+        self.wrong = 0
+
+    @classmethod
+    async def made(cls, nursery: Nursery, nbytes: int) -> _Place:
+        source, stays = [await Member.start(nursery, name, nbytes) for name in (TRAINER, "rollout/0")]
+        self = cls(nursery, nbytes, source, stays)
+        await source.ask(say.Publish(self._version), say.Published)
+        await self._follow(stays)
+        return self
+
+    async def connect(self) -> float:
+        """Median of a few: each a connection, the handshakes, and a first answer."""
+        dialled = await self._stays.ask(say.Dial(self._source.serving.at, self._version, 3), say.Dialled)
+        return statistics.median(dialled.took)
+
+    async def rollout(self, incarnation: int) -> float:
+        comes = await Member.start(self._nursery, "rollout/1", self._nbytes, incarnation=incarnation)
+        committed = await self._follow(comes)
+        await comes.close()
+        return committed.at - comes.serving.born
+
+    async def trainer(self, incarnation: int) -> float:
+        await self._source.close()
+        self._source = await Member.start(self._nursery, TRAINER, self._nbytes, incarnation=incarnation)
+        self._version = Version(self._version.step + 1, incarnation)
+        published = await self._source.ask(say.Publish(self._version), say.Published)
+        committed = await self._follow(self._stays)
+        return committed.first - published.loaded - self._source.serving.born
+
+    async def _follow(self, member: Member) -> say.Committed:
+        """Tell it what there is; wait until it has that, and check it."""
+        member.tell(say.Peers(self._version, (self._source.holder, self._stays.holder)))
+        committed = await member.committed(self._version)
+        checked = await member.ask(say.Check(), say.Checked)
+        self.wrong += not checked.right or checked.version != self._version
+        return committed
+
+
+def report(found: Rejoin) -> dict[str, object]:
+    """Prints a table; returns keys of the JSON object, each of the slower pipe."""
+    medians = {key: 1000 * statistics.median(values) for key, values in found.took.items()}
+    rows = [[what, *(f"{medians[kind, what]:.1f}" for kind in KINDS),
+             *(f"{1000 * max(found.took[kind, what]):.1f}" for kind in KINDS)] for what in WHAT]  # fmt: skip
+    print(f"rejoin: ms, of {len(found.took[KINDS[0], WHAT[0]])}")
+    print_table(["what", *(f"{kind} median" for kind in KINDS), *(f"{kind} max" for kind in KINDS)], rows)
+    names = {"connect": "connect_p50_ms", "rollout": "rejoin_rollout_ms", "trainer": "rejoin_trainer_ms"}
+    slower = {name: round(max(medians[kind, what] for kind in KINDS), 2) for what, name in names.items()}
+    each = {f"{kind}_{name}": round(medians[kind, what], 2) for what, name in names.items() for kind in KINDS}
+    return {**slower, **each}
