@@ -82,7 +82,8 @@ def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> 
     since = held.running_since
     if held.running or held.pending:  # one that is queued again begins anew
         since = (at if since is None else since) if held.running else None
-    held = msgspec.structs.replace(held, running_since=since)
+    ending = (at if held.ending_since is None else held.ending_since) if held.ending else None
+    held = msgspec.structs.replace(held, running_since=since, ending_since=ending)
     if held.stray:
         return _with(state, allocations={**state.allocations, event.tag: held})
     nodes = left(state.nodes, event.tag, event.seen.nodes)
@@ -129,7 +130,7 @@ def _cancelled(state: State, at: float, held: Allocation, seen: AllocationSeen |
     that ended together only the first is counted."""
     if held.releasing or held.stray or seen is None or not seen.cancelled:
         return state
-    ended_at = held.seen_at if held.ending else at
+    ended_at = at if held.ending_since is None else held.ending_since
     others = [one for one in state.allocations.values() if one.tag != held.tag and not (one.releasing or one.stray)]
     if any(one.at < ended_at and not one.ending for one in others) or held.at < max(state.emptied, default=0.0):
         return state

@@ -183,6 +183,8 @@ class Allocation(Struct, frozen=True):
     """manager's time (s) at which it was first seen to run: its walltime counts from about then"""
     hopeless_since: float | None = None
     """manager's time (s) since which the cluster says that it never starts by itself"""
+    ending_since: float | None = None
+    """manager's time (s) at which it was first seen to end"""
 
     @property
     def ends(self) -> float:

@@ -1,4 +1,5 @@
-"""``make test-slurm-versions``: the tests that need Slurm, on each version of it, one after the other.
+"""``make test-slurm-versions``: the tests that need Slurm, on each version of it, one after the other; of the long ones
+only those that an option asks for (``-m slurm``).
 
     python -m rrl.tests.lab.slurm_versions [VERSION ...] [-- PYTEST OPTION ...]
 
@@ -23,15 +24,16 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def main(argv: Sequence[str]) -> int:
-    versions, _, options = " ".join(argv).partition("--")
+    end = argv.index("--") if "--" in argv else len(argv)
+    versions, options = argv[:end], argv[end + 1 :]
     lines, good = [], True
-    for version in versions.split() or SUITES:
+    for version in versions or SUITES:
         try:
             root = ensure(version)
         except RuntimeError as error:
             passed, line = False, str(error)
         else:
-            passed, line = _run(root, options.split())
+            passed, line = _run(root, options)
         good = good and passed
         lines.append(f"Slurm {version} ({SUITES.get(version, '?')}): {line}")
     print("\n".join(lines))
@@ -44,7 +46,7 @@ def _run(root: Path, options: Sequence[str]) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         print(f"== {(root / 'ready').read_text().strip()} in {root}", flush=True)
-        argv = [sys.executable, "-m", "pytest", "-q", "-m", "slurm", f"--junitxml={report}", *options]
+        argv = [sys.executable, "-m", "pytest", "-q", "-m", "slurm and not long", f"--junitxml={report}", *options]
         code = subprocess.run(argv, cwd=CHECKOUT, env=env).returncode
         if not report.exists():
             return False, f"pytest ended with {code} and without a report"

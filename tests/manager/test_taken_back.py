@@ -226,6 +226,8 @@ def test_what_is_asked_for_while_slurm_has_yet_to_say_why_it_ended_hides_no_canc
             told(world, tag, state=AllocationState.ENDING, detail="COMPLETING")
         world.play(at_most=1.5)
         assert len(world.state.allocations) > len(old), "nodes are asked for at once"
+        for tag in old:  # one node after the other leaves it
+            told(world, tag, state=AllocationState.ENDING, detail="COMPLETING", nodes=())
         for tag in old:
             nodes = world._give_back(tag)
             seen = AllocationSeen(AllocationState.ENDED, "7", nodes, "CANCELLED", cancelled=True)

@@ -147,8 +147,8 @@ def test_a_node_goes_back_to_others_and_the_rest_of_the_pool_works_on(lab: Slurm
             await slurm.shrink(run.pool, (first,))
         await until(slurm, lambda seen: seen.allocations and seen.allocations[run.pool].nodes == (second, third))
         await until(slurm, lambda seen: set(seen.steps or ()) == {run.tag("s1"), run.tag("s2")})
+        lab.wait_states({first: "idle"})  # whose processes have ended then
         assert [lives(pid) for pid in pids] == [False, True, True]
-        lab.wait_states({first: "idle"})
         await slurm.launch(run.step("s3", third))
         assert lives(await run.pid("s3"))
         with pytest.raises(Refused, match="nothing of job"):
