@@ -36,7 +36,8 @@ Made from `spec/job.py` by `.venv/bin/python -m rrl.docs.make_reference`; do not
 
 `rrl check job.toml` validates a file, prints it with every default filled in, and shows what would be submitted.
 An unknown key is an error that names the file, the line, and the nearest valid key. A job needs `[run]`, and either
-`[task]` with a `[model]` (a folder in `path`, or `[model.tokenizer]`) or roles of your own (`[commands.NAME]`); everything else has a default.
+`[task]` with a `[model]` (a folder in `path`, or `[model.tokenizer]`) or roles of your own (`[commands.NAME]`);
+everything else has a default.
 `examples/quickstart.toml` is a whole one.
 
 - **duration**: text with its unit, `"500ms"`, `"90s"`, `"15min"`, `"2h"`, `"1d"`, or Slurm's `"1-12:00:00"`
