@@ -29,7 +29,9 @@ class Terminal:
 
     def __init__(self, root: Path) -> None:
         self._mine, theirs = pty.openpty()
-        code = "import sys; from rrl.cli.app import main; sys.argv[1:] = ['status', '--live']; main()"
+        # Whoever runs the tests in the background of a shell has SIGINT ignored, and so would this process.
+        heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        code = f"{heeds}; import sys; from rrl.cli.app import main; sys.argv[1:] = ['status', '--live']; main()"
         environment = os.environ | {"RRL_RUNS_DIR": str(root), "COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
