@@ -220,7 +220,7 @@ class Calls:
 
     async def close(self) -> None:
         """Say bye to those who still listen, then drop every connection."""
-        for call in self._kept.values():
+        for call in list(self._kept.values()):  # a pull that is still running may dial meanwhile
             try:
                 if not call.line.broken:
                     with deadline(call.line, CONNECT_BY):

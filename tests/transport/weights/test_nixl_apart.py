@@ -18,6 +18,7 @@ WITHIN = 280.0
 """s"""
 
 
+@pytest.mark.long
 @pytest.mark.skipif("nixl" in KINDS, reason="this is that process")
 def test_the_pipes_tests_pass_over_nixl() -> None:
     if package("nixl") is None:

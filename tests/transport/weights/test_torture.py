@@ -37,6 +37,7 @@ def check(tally: Tally, faults: int, memory: int) -> None:
     assert grown.threads <= _THREADS, tally.usage
 
 
+@pytest.mark.long
 def test_what_is_committed_is_right_whoever_is_killed_stopped_or_restarted(kind: str) -> None:
     check(asyncio.run(torture(kind, 15, seed=1)), 15, _HELD_UP + _LEAKED)
 
