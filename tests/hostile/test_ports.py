@@ -26,11 +26,12 @@ from rrl.tests.hostile.attacks import Footprint, barrage, half_open, member_gone
 from rrl.tests.hostile.victim import SIZE
 from rrl.tests.roles.snapshots.keeping import member
 from rrl.tests.transport.proxy import Proxy
+from rrl.tests.transport.weights.piping import KINDS as PIPES
 from rrl.tests.transport.weights.source import VERSION, content
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Down, Wanted
-from rrl.transport.weights.pipe import PipeError, open_pipe, package
+from rrl.transport.weights.pipe import PipeError, open_pipe
 
 SOON = 30.0
 """s; only a broken build waits for so long"""
@@ -42,7 +43,7 @@ ROUNDS = 3
 """of the same attack: the first ones fill the pools of libraries, what counts is that one more costs nothing"""
 GROWTH = 3 * 2**20
 """bytes that an attack may leave behind: 5 % of what a manager has"""
-KINDS = ["manager", "store", "tcp", "ucx", *(["nixl"] if package("nixl") else []), "snapshots"]
+KINDS = ["manager", "store", *PIPES, "snapshots"]
 WANTED = Wanted(Life(ReplicaId("rollout/0"), 1), "tag", NodeName("n1"), 1)
 
 

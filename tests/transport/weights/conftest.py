@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from rrl.tests.transport.weights.piping import KINDS, SECRET, SOON
-from rrl.transport.weights.pipe import Pipe, open_pipe, package
-
-collect_ignore = [] if package("nixl") else ["test_nixl.py"]
-"""where NIXL is not installed; it is by make setup"""
-
+from rrl.transport.weights.pipe import Pipe, open_pipe
 
 collect_ignore = [] if "nixl" in KINDS else ["test_nixl.py"]
 

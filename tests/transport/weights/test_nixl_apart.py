@@ -13,7 +13,7 @@ from rrl.tests.transport.weights.piping import KINDS, PIPES_ENV
 from rrl.transport.weights.pipe import package
 
 HERE = Path(__file__).parent
-MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py")
+MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "../../hostile/test_ports.py")
 WITHIN = 280.0
 """s"""
 
