@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from rrl.manager import events as ev
 from rrl.manager.actions import (
@@ -38,14 +38,15 @@ from rrl.manager.fold_lives import (
     stopping,
     version_held,
     with_replica,
+    without,
 )
 from rrl.manager.fold_marks import excluded, marked, readmitted
 from rrl.manager.fold_nodes import allocation_changed, given_back, kept, node_changed, not_requested, requested
-from rrl.manager.fold_orders import commanded, ordered, resumed
+from rrl.manager.fold_orders import commanded, members_of, ordered, resumed
 from rrl.manager.fold_whole import restarted_all
 from rrl.manager.state import Open, Replica, State
 from rrl.spec.faults import TRAITS, Hits
-from rrl.spec.words import Verdict, member_id, replica_id
+from rrl.spec.words import Verdict
 
 _Fold = Callable[[State, float, Any], State]
 
@@ -59,19 +60,12 @@ def fold(state: State | None, stamped: ev.Stamped) -> State:
         raise ValueError(f"the journal starts with {type(event).__name__}, not with RunStarted")
     else:
         state = _FOLD[type(event)](state, at, event)
-    return msgspec.structs.replace(state, seq=stamped.seq, at=at, epoch=stamped.epoch)
+    return replace(state, seq=stamped.seq, at=at, epoch=stamped.epoch)
 
 
 def _run_started(event: ev.RunStarted, at: float) -> State:
-    roles = event.job.roles
-    whole = [(replica_id(role.name, i), role.ranks) for role in roles for i in range(role.replicas)]
-    ids = [member_id(id, rank) for id, ranks in whole for rank in range(ranks)]
-    replicas = {id: Replica(id, since=at, down_since=at) for id in ids}
+    replicas = {id: Replica(id, since=at, down_since=at) for id in members_of(event.job)}
     return State(run=event.run, job=event.job, started=at, replicas=replicas)
-
-
-def _with(state: State, **changes: Any) -> State:
-    return msgspec.structs.replace(state, **changes)
 
 
 def _about(fold_one: _Fold) -> _Fold:
@@ -84,7 +78,7 @@ def _about(fold_one: _Fold) -> _Fold:
 
 
 def _manager_started(state: State, at: float, event: ev.ManagerStarted) -> State:
-    return _with(state, host=event.host, managed_since=at)
+    return replace(state, host=event.host, managed_since=at)
 
 
 def _manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State:
@@ -93,7 +87,7 @@ def _manager_stopped(state: State, at: float, event: ev.ManagerStopped) -> State
 
 def _intended(state: State, at: float, event: ev.Intended) -> State:
     action = event.action
-    state = _with(state, intents={**state.intents, action.tag: Open(action, at)})
+    state = replace(state, intents={**state.intents, action.tag: Open(action, at)})
     if isinstance(action, Request):
         return requested(state, at, action.ask)
     if isinstance(action, Release):
@@ -111,7 +105,7 @@ def _done(state: State, at: float, event: ev.Done) -> State:
     intended = state.intents.get(event.tag)
     if intended is None:
         return state
-    state = _with(state, intents=_without(state.intents, event.tag))
+    state = replace(state, intents=without(state.intents, event.tag))
     action = intended.action
     if isinstance(action, Drain | Undrain | Shrink):
         return marked(state, at, action, event.ok, event.detail)
@@ -129,7 +123,7 @@ def _done(state: State, at: float, event: ev.Done) -> State:
 def _decided(state: State, at: float, event: ev.Decided) -> State:
     action = event.action
     if isinstance(action, Finish):
-        return _with(state, verdict=action)
+        return replace(state, verdict=action)
     if isinstance(action, Exclude):
         return excluded(state, at, action)
     if isinstance(action, Readmit):
@@ -153,10 +147,10 @@ def _first_work_done(state: State, at: float, event: ev.FirstWorkDone) -> State:
 def _finding_changed(state: State, at: float, event: ev.FindingChanged) -> State:
     finding = event.finding
     if finding.verdict in (Verdict.OK, Verdict.UNKNOWN):
-        return _with(state, findings=_without(state.findings, finding.key))
+        return replace(state, findings=without(state.findings, finding.key))
     if finding.life is not None and not state.believed(finding.life):
         return state
-    return _with(state, findings={**state.findings, finding.key: finding})
+    return replace(state, findings={**state.findings, finding.key: finding})
 
 
 def _performing(state: State, action: Perform) -> State:
@@ -172,12 +166,12 @@ def _performing(state: State, action: Perform) -> State:
 def _set_off(state: State, fault: str) -> State:
     kept = tuple(one for one in state.ordered if one.id != fault)
     faults = state.faults if fault in state.faults else (*state.faults, fault)
-    return _with(state, faults=faults, ordered=kept)
+    return replace(state, faults=faults, ordered=kept)
 
 
 def _fault_injected(state: State, at: float, event: ev.FaultInjected) -> State:
     tag = f"fault:{event.fault}"
-    state = _with(_set_off(state, event.fault), intents=_without(state.intents, tag))
+    state = replace(_set_off(state, event.fault), intents=without(state.intents, tag))
     if event.ended or not (event.ok or event.unknown):
         for held in state.replicas.values():
             if held.fault == event.fault:
@@ -190,11 +184,7 @@ def _tokens_seen(state: State, at: float, event: ev.TokensSeen) -> State:
 
 
 def _run_ended(state: State, at: float, event: ev.RunEnded) -> State:
-    return _with(state, outcome=event.outcome, why=event.why, ended=at)
-
-
-def _without(held: dict[Any, Any], *keys: Any) -> dict[Any, Any]:
-    return {key: value for key, value in held.items() if key not in keys}
+    return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
 
 _FOLD: dict[type, _Fold] = {

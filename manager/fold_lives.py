@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Launch, Rung, StopStep
@@ -34,7 +34,7 @@ LONGEST_PAUSE = 60.0
 def launched(state: State, at: float, action: Launch) -> State:
     """A life is believed as soon as its launch is intended. Of a shadow's step it takes over what is known."""
     before, first, pid, host = action.shadow, None, None, ""
-    state = _with(state, launched=state.launched or role_of(action.life.replica) not in (AGENT, SHADOW))
+    state = replace(state, launched=state.launched or role_of(action.life.replica) not in (AGENT, SHADOW))
     if before is not None:
         held = state.replica(before.replica)
         if held.life == before and held.step == action.step:
@@ -78,20 +78,20 @@ def stopping(state: State, at: float, action: StopStep) -> State:
         replica = state.replica(action.life.replica)
         held_step = Lingering(action.life, replica.node or NodeName(""), replica.allocation or "", at)
         state = with_replica(state, action.life.replica, status=Status.RETIRED, since=at)
-    asked = msgspec.structs.replace(held_step, asked=True)
-    return _with(state, lingering={**state.lingering, action.step: asked})
+    asked = replace(held_step, asked=True)
+    return replace(state, lingering={**state.lingering, action.step: asked})
 
 
 def stopped(state: State, action: StopStep) -> State:
     state = settled_launch(state, action.step)  # whatever of it may still come is sent away
-    return _with(state, lingering=_without(state.lingering, action.step))
+    return replace(state, lingering=without(state.lingering, action.step))
 
 
 def not_stopped(state: State, at: float, action: StopStep) -> State:
     if (held := state.lingering.get(action.step)) is None:
         return state
-    again = msgspec.structs.replace(held, asked=False, not_before=at + RETURN_PAUSE)
-    return _with(state, lingering={**state.lingering, action.step: again})
+    again = replace(held, asked=False, not_before=at + RETURN_PAUSE)
+    return replace(state, lingering={**state.lingering, action.step: again})
 
 
 # ── failed, fenced ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +137,7 @@ def fenced(state: State, at: float, fence: Fence) -> State:
         state = _unstarted(state, held.id)
     state = failed(state, at, held.id, status, "; ".join(fence.why.evidence))
     state = with_replica(state, held.id, prefer=prefer)
-    return _with(_cleared(state, fence.life), recoveries=state.recoveries + (not retired))
+    return replace(_cleared(state, fence.life), recoveries=state.recoveries + (not retired))
 
 
 def _restarting(state: State, id: ReplicaId) -> State:
@@ -145,7 +145,7 @@ def _restarting(state: State, id: ReplicaId) -> State:
     others = [one for one in state.replicas.values() if gang_of(one.id) == gang_of(id) and one.id != id]
     if any(one.status is Status.RETIRED for one in others):
         return state
-    return _with(state, restarts=_without(state.restarts, id, gang_of(id)))
+    return replace(state, restarts=without(state.restarts, id, gang_of(id)))
 
 
 def _anew(held: Replica, at: float, to: NodeName | None) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _lingers(state: State, at: float, id: ReplicaId) -> State:
     if not held.step or not held.node or held.allocation not in state.allocations:
         return state
     linger = Lingering(held.life, held.node, held.allocation, at)
-    return _with(state, lingering={**state.lingering, held.step: linger})
+    return replace(state, lingering={**state.lingering, held.step: linger})
 
 
 def _unstarted(state: State, id: ReplicaId) -> State:
@@ -172,12 +172,12 @@ def _unstarted(state: State, id: ReplicaId) -> State:
 def _cleared(state: State, life: Life) -> State:
     """Nothing that was found about it matters any more."""
     gone = [key for key, finding in state.findings.items() if finding.life == life]
-    return _with(state, findings=_without(state.findings, *gone)) if gone else state
+    return replace(state, findings=without(state.findings, *gone)) if gone else state
 
 
 # ── heard ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def settled_launch(state: State, step: str) -> State:
-    return _with(state, intents=_without(state.intents, step)) if step in state.intents else state
+    return replace(state, intents=without(state.intents, step)) if step in state.intents else state
 
 
 def admitted(state: State, at: float, event: ev.Admitted) -> State:
@@ -195,8 +195,8 @@ def agent_joined(state: State, at: float, event: ev.AgentJoined) -> State:
     state = settled_launch(state, state.replica(event.life.replica).step or "")
     node = state.nodes.get(event.node)
     if node is not None and (node.probe, node.keeps) != (event.probe, event.keeps):
-        node = msgspec.structs.replace(node, probe=event.probe, keeps=event.keeps)
-        state = _with(state, nodes={**state.nodes, node.name: node})
+        node = replace(node, probe=event.probe, keeps=event.keeps)
+        state = replace(state, nodes={**state.nodes, node.name: node})
     return with_replica(
         state, event.life.replica, status=Status.JOINED, since=at, host=event.host, pid=event.pid, phase="serve",
         ever_joined=True,
@@ -219,7 +219,7 @@ def step_ended(state: State, at: float, event: ev.StepEnded) -> State:
     if not state.believed(life) and (owner := owner_of(state, event.step)) is not None:
         life = owner.life
     state = settled_launch(state, event.step)
-    state = _with(state, lingering=_without(state.lingering, event.step))
+    state = replace(state, lingering=without(state.lingering, event.step))
     if not state.believed(life):
         return state
     state = with_replica(state, life.replica, pid=None, step=None)
@@ -246,19 +246,16 @@ def step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
         state = with_replica(state, event.life.replica, commits=commits)
     newest = event.step > state.step or (event.step == state.step and not state.metrics)
     if newest:
-        state = _with(state, step=event.step, metrics=event.metrics)
-    return _with(state, rewards=committed(state.rewards, event.step, event.metrics.get("reward")))
+        state = replace(state, step=event.step, metrics=event.metrics)
+    return replace(state, rewards=committed(state.rewards, event.step, event.metrics.get("reward")))
 
 
 def with_replica(state: State, id: ReplicaId, **changes: Any) -> State:
     """The state but for so much about one replica."""
-    held = msgspec.structs.replace(state.replica(id), **changes)
-    return _with(state, replicas={**state.replicas, id: held})
+    held = replace(state.replica(id), **changes)
+    return replace(state, replicas={**state.replicas, id: held})
 
 
-def _with(state: State, **changes: Any) -> State:
-    return msgspec.structs.replace(state, **changes)
-
-
-def _without(held: dict[Any, Any], *keys: Any) -> dict[Any, Any]:
+def without(held: dict[Any, Any], *keys: Any) -> dict[Any, Any]:
+    """All but these."""
     return {key: value for key, value in held.items() if key not in keys}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Drain, Exclude, Readmit, Shrink, Undrain
@@ -27,24 +27,24 @@ def ordered_of_node(state: State, at: float, event: ev.Commanded) -> State:
     if event.command == UNDRAIN:
         if node.excluded is None and not node.drained:
             return _node(_unmarked(state, name), name, asked_at=0.0) if mark else state
-        return _with(state, marks={**state.marks, name: (UNDRAIN, by)})
+        return replace(state, marks={**state.marks, name: (UNDRAIN, by)})
     if node.excluded is not None:  # nobody is left there: it is drained, or that is tried again
         return _node(_unmarked(state, name), name, asked_by=by, asked_at=at, not_drained="")
     if not node.allocation or mark is not None:
         return state
-    return _node(_with(state, marks={**state.marks, name: (DRAIN, by)}), name, asked_at=at)
+    return _node(replace(state, marks={**state.marks, name: (DRAIN, by)}), name, asked_at=at)
 
 
 def excluded(state: State, at: float, action: Exclude) -> State:
     node = state.nodes.get(action.node) or Node(action.node, "")
     if not action.by:  # else the order stands, whatever else is found
-        action = msgspec.structs.replace(action, by=state.marks.get(action.node, ("", ""))[1])
+        action = replace(action, by=state.marks.get(action.node, ("", ""))[1])
     why = "; ".join(action.why.evidence) or "excluded"
-    node = msgspec.structs.replace(
+    node = replace(
         node, excluded=why, excluded_at=at, exclusions=node.exclusions + 1, cause=action.cause, proved=action.proof,
         asked_by=action.by, not_drained="", stays="",
     )  # fmt: skip
-    return _with(_unmarked(state, node.name), nodes={**state.nodes, node.name: node})
+    return replace(_unmarked(state, node.name), nodes={**state.nodes, node.name: node})
 
 
 def readmitted(state: State, at: float, action: Readmit) -> State:
@@ -55,7 +55,7 @@ def readmitted(state: State, at: float, action: Readmit) -> State:
         key: one for key, one in state.findings.items()
         if one.node != action.node or one.verdict is not Verdict.FAIL or (one.proof and order != UNDRAIN)
     }  # fmt: skip
-    state = _with(state, findings=kept)
+    state = replace(state, findings=kept)
     node = state.nodes.get(action.node)
     stays = GIVEN_BACK if node is not None and node.stays == GIVEN_BACK else ""
     state = _node(
@@ -78,15 +78,11 @@ def marked(state: State, at: float, action: Drain | Undrain | Shrink, ok: bool, 
 
 
 def _unmarked(state: State, name: NodeName) -> State:
-    return _with(state, marks={node: mark for node, mark in state.marks.items() if node != name})
+    return replace(state, marks={node: mark for node, mark in state.marks.items() if node != name})
 
 
 def _node(state: State, name: NodeName, **changes: Any) -> State:
     held = state.nodes.get(name)
     if held is None:
         return state
-    return _with(state, nodes={**state.nodes, name: msgspec.structs.replace(held, **changes)})
-
-
-def _with(state: State, **changes: Any) -> State:
-    return msgspec.structs.replace(state, **changes)
+    return replace(state, nodes={**state.nodes, name: replace(held, **changes)})

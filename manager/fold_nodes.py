@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Outside
@@ -32,7 +32,7 @@ def requested(state: State, at: float, ask: Ask) -> State:
         asked[one.part] = asked.get(one.part, 0) + 1
     allocations = state.allocations | {one.tag: Allocation(one.tag, one, at) for one in asks}
     since = at if state.asked_since is None else state.asked_since
-    return _with(state, allocations=allocations, asked=asked, asked_since=since)
+    return replace(state, allocations=allocations, asked=asked, asked_since=since)
 
 
 def given_back(state: State, at: float, tag: str) -> State:
@@ -52,14 +52,14 @@ def not_requested(state: State, at: float, ask: Ask, detail: str, unheard: bool)
     """Certainly not done: nothing of it exists."""
     state = _refused(state, Refusal(ask.tag, at, detail, unheard, ask.part))
     gone = {one.tag for one in (ask, *ask.more)}
-    return _with(state, allocations={tag: one for tag, one in state.allocations.items() if tag not in gone})
+    return replace(state, allocations={tag: one for tag, one in state.allocations.items() if tag not in gone})
 
 
 def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> State:
     held = state.allocations.get(event.tag)
     over = event.seen is None or event.seen.state is AllocationState.ENDED
     if held is None:
-        return state if over else _with(state, allocations={**state.allocations, event.tag: _stray(state, at, event)})
+        return state if over else replace(state, allocations={**state.allocations, event.tag: _stray(state, at, event)})
     if event.seen is None or over:
         state = _taken_back(_cancelled(state, at, held, event.seen), at, held, event.seen)
         if not (held.releasing or held.stray) and held.running_since is None:
@@ -68,7 +68,7 @@ def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> 
         elif _stillborn(state, at, held):  # asking again and again would get no further
             detail = f"it ended {at - (held.running_since or at):.0f} s after it began" + _words(event.seen)
             state = _refused(state, Refusal(event.tag, at, f"{event.tag}: {detail}", True, held.ask.part))
-        return _with(
+        return replace(
             state,
             allocations={tag: one for tag, one in state.allocations.items() if tag != event.tag},
             nodes=left(state.nodes, event.tag, ()),
@@ -76,26 +76,26 @@ def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> 
             intents={tag: one for tag, one in state.intents.items() if not _launches_into(one.action, event.tag)},
         )
     never = held.hopeless_since if held.hopeless_since is not None else at
-    held = msgspec.structs.replace(
+    held = replace(
         held, seen=event.seen, seen_at=at, hopeless_since=never if event.seen.hopeless else None
     )
     since = held.running_since
     if held.running or held.pending:  # one that is queued again begins anew
         since = (at if since is None else since) if held.running else None
     ending = (at if held.ending_since is None else held.ending_since) if held.ending else None
-    held = msgspec.structs.replace(held, running_since=since, ending_since=ending)
+    held = replace(held, running_since=since, ending_since=ending)
     if held.stray:
-        return _with(state, allocations={**state.allocations, event.tag: held})
+        return replace(state, allocations={**state.allocations, event.tag: held})
     nodes = left(state.nodes, event.tag, event.seen.nodes)
     for name in event.seen.nodes:
         node = nodes.get(name) or Node(name, event.tag)
         if node.allocation != event.tag:
-            node = msgspec.structs.replace(node, allocation=event.tag, seen=None, stays="")
-        nodes[name] = msgspec.structs.replace(node, part=held.ask.part)
+            node = replace(node, allocation=event.tag, seen=None, stays="")
+        nodes[name] = replace(node, part=held.ask.part)
     began = at if state.running_since is None and held.running else state.running_since
     lingering = {tag: one for tag, one in state.lingering.items()
                  if one.allocation != event.tag or one.node in event.seen.nodes}  # fmt: skip
-    return _with(
+    return replace(
         state, allocations={**state.allocations, event.tag: held}, nodes=nodes, running_since=began, lingering=lingering
     )
 
@@ -116,7 +116,7 @@ def _taken_back(state: State, at: float, held: Allocation, seen: AllocationSeen 
     kept = {tag: words for tag, words in state.taken_back.items() if tag in there}
     if taken and not held.releasing:
         kept[held.tag] = _words(seen).removeprefix(": ") or "its time is over"
-    return _with(state, taken_back=kept)
+    return replace(state, taken_back=kept)
 
 
 def _words(seen: AllocationSeen | None) -> str:
@@ -134,7 +134,7 @@ def _cancelled(state: State, at: float, held: Allocation, seen: AllocationSeen |
     others = [one for one in state.allocations.values() if one.tag != held.tag and not (one.releasing or one.stray)]
     if any(one.at < ended_at and not one.ending for one in others) or held.at < max(state.emptied, default=0.0):
         return state
-    return _with(state, emptied=(*(since for since in state.emptied if at - since < REMEMBERED), ended_at))
+    return replace(state, emptied=(*(since for since in state.emptied if at - since < REMEMBERED), ended_at))
 
 
 def _stray(state: State, at: float, event: ev.AllocationChanged) -> Allocation:
@@ -153,28 +153,24 @@ def left(nodes: dict[NodeName, Node], tag: str, present: tuple[NodeName, ...]) -
         if node.allocation != tag or name in present:
             still[name] = node
         elif node.excluded is not None:
-            still[name] = msgspec.structs.replace(node, allocation="", seen=None)
+            still[name] = replace(node, allocation="", seen=None)
     return still
 
 
 def node_changed(state: State, at: float, event: ev.NodeChanged) -> State:
     if event.node not in state.nodes:
         return state
-    node = msgspec.structs.replace(state.nodes[event.node], seen=event.seen)
-    return _with(state, nodes={**state.nodes, event.node: node})
+    node = replace(state.nodes[event.node], seen=event.seen)
+    return replace(state, nodes={**state.nodes, event.node: node})
 
 
 def _refused(state: State, refusal: Refusal) -> State:
     recent = tuple(r for r in state.refusals if refusal.at - r.at < state.job.recovery.window)
-    return _with(state, refusals=(*recent, refusal))
+    return replace(state, refusals=(*recent, refusal))
 
 
 def _allocation(state: State, tag: str, **changes: Any) -> State:
     held = state.allocations.get(tag)
     if held is None:
         return state
-    return _with(state, allocations={**state.allocations, tag: msgspec.structs.replace(held, **changes)})
-
-
-def _with(state: State, **changes: Any) -> State:
-    return msgspec.structs.replace(state, **changes)
+    return replace(state, allocations={**state.allocations, tag: replace(held, **changes)})

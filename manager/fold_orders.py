@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from msgspec.structs import replace
 
 from rrl.manager import events as ev
@@ -16,30 +13,30 @@ from rrl.spec.words import AGENT, SHADOW, ReplicaId, gang_of, member_id, replica
 
 
 def commanded(state: State, at: float, event: ev.Commanded) -> State:
-    state = _with(state, commands=(*state.commands, event.id))
+    state = replace(state, commands=(*state.commands, event.id))
     if event.command == "cancel":
-        return _with(state, cancelled_by=event.by, keep=event.keep)
+        return replace(state, cancelled_by=event.by, keep=event.keep)
     if event.command in (DRAIN, UNDRAIN):
         return ordered_of_node(state, at, event)
     target = ReplicaId(event.target)
     if event.command == "restart" and target in state.replicas and state.verdict is None:
-        return _with(state, restarts={**state.restarts, gang_of(target): event.by})
+        return replace(state, restarts={**state.restarts, gang_of(target): event.by})
     return state
 
 
 def ordered(state: State, at: float, event: ev.Ordered) -> State:
-    return _with(state, commands=(*state.commands, event.id), ordered=(*state.ordered, event.fault))
+    return replace(state, commands=(*state.commands, event.id), ordered=(*state.ordered, event.fault))
 
 
 def resumed(state: State, at: float, event: ev.Resumed) -> State:
     """A run that has ended goes on from its last commit: everybody is wanted again, with fresh budgets. What was kept
     of its allocations is used where it fits the job, nodes that it may not use are remembered, and no incarnation is
     used twice. What the nodes could not do for the roles is asked anew: the job may have been corrected."""
-    state = _with(state, commands=(*state.commands, event.id))
+    state = replace(state, commands=(*state.commands, event.id))
     if state.outcome is None:
         return state
     known = {**state.past, **{id: replica.incarnation for id, replica in state.replicas.items()}}
-    replicas = {id: _anew(state, id, known.get(id, 0), at) for id in _members(event.job)}
+    replicas = {id: _anew(state, id, known.get(id, 0), at) for id in members_of(event.job)}
     for id, replica in state.replicas.items():
         if replica.role in (AGENT, SHADOW):
             replicas[id] = Replica(id, Status.RETIRED, replica.incarnation, since=at)
@@ -50,7 +47,7 @@ def resumed(state: State, at: float, event: ev.Resumed) -> State:
         nodes = left(nodes, tag, ()) if one.stray else nodes
     nodes = {name: node for name, node in nodes.items() if node.allocation or node.excluded is not None}
     held = any(one.running for one in allocations.values())
-    return _with(
+    return replace(
         state, job=event.job, replicas=replicas, past={id: n for id, n in known.items() if id not in replicas},
         launched=False, ended=None, outcome=None, verdict=None, why="", cancelled_by="", keep=False, asked_since=None,
         running_since=at if held else None, nodes=nodes, allocations=allocations, findings={}, intents={}, refusals=(),
@@ -71,7 +68,8 @@ def _asked_anew(node: Node) -> Node:
     return replace(node, probe=None, **changes)
 
 
-def _members(job: JobView) -> list[ReplicaId]:
+def members_of(job: JobView) -> list[ReplicaId]:
+    """All that the job asks for, in its order."""
     return [
         member_id(replica_id(role.name, index), rank)
         for role in job.roles for index in range(role.replicas) for rank in range(role.ranks)
@@ -84,7 +82,3 @@ def _anew(state: State, id: ReplicaId, incarnation: int, at: float) -> Replica:
     if held.status is Status.COMPLETED:
         return held
     return Replica(id, incarnation=incarnation, since=at, down_since=at, ever_joined=held.ever_joined)
-
-
-def _with(state: State, **changes: Any) -> State:
-    return msgspec.structs.replace(state, **changes)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
+from msgspec.structs import replace
 
 from rrl.manager.actions import RestartAll
 from rrl.manager.fold_lives import LONGEST_PAUSE, fenced, with_replica
@@ -21,7 +19,7 @@ def restarted_all(state: State, at: float, action: RestartAll) -> State:
     something else, which stands. Who rests, and is to restart because a person asked, still is."""
     policy = state.job.recovery.policy
     recent = tuple(one for one in state.wholes if at - one < state.job.recovery.window)
-    state = _with(state, wholes=(*recent, at))
+    state = replace(state, wholes=(*recent, at))
     for fence in action.fences:
         state = fenced(state, at, fence) if state.believed(fence.life) else state
     if policy == REQUEUE:
@@ -38,14 +36,10 @@ def _given_up(state: State) -> State:
     ones goes with them; those that are excluded stay known."""
     for tag, allocation in state.allocations.items():
         if allocation.running:
-            stray = msgspec.structs.replace(allocation, stray=True)
+            stray = replace(allocation, stray=True)
             nodes = left(state.nodes, tag, ())
-            state = _with(state, allocations={**state.allocations, tag: stray}, nodes=nodes)
+            state = replace(state, allocations={**state.allocations, tag: stray}, nodes=nodes)
     for held in state.replicas.values():
         if held.status is Status.WANTED:
             state = with_replica(state, held.id, prefer=None)
-    return _with(state, launched=False, asked_since=None)
-
-
-def _with(state: State, **changes: Any) -> State:
-    return msgspec.structs.replace(state, **changes)
+    return replace(state, launched=False, asked_since=None)
