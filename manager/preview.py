@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rrl.manager import own_job
 from rrl.manager.asks import first_asks
 from rrl.manager.cluster.slurm_ask import script
-from rrl.manager.worst_case import shadows_for
+from rrl.manager.worst_case import shadow_nodes, shadows_for
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView, RoleView
 from rrl.spec.rundir import runs_root
@@ -40,10 +40,10 @@ def _warm(view: JobView) -> Iterator[str]:
     for role in view.roles:
         if not (most := shadows_for(view, role)):
             continue
-        name, where = f"warm {role.name}", [f"on {min(view.spares, role.replicas)} of the spares, its engine running"]
+        spares, rollouts = shadow_nodes(view, role)
+        name, where = f"warm {role.name}", [f"on {spares} of the spares, its engine running"]
         if role.beside:
-            rollouts = min(role.standbys, sum(one.replicas for one in view.kind("rollout")))
-            places = {"spares": min(view.spares, role.nodes), "rollouts' nodes": rollouts}
+            places = {"spares": spares, "rollouts' nodes": rollouts}
             name, where = "warm standby", [f"beside the {role.name}"]
             where += [f"on {count} of the {place}" for place, count in places.items() if count]
         yield f"{name:13} at most {most}: {', '.join(where)}; once a step is committed"

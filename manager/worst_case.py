@@ -57,10 +57,16 @@ def shadows_for(view: JobView, role: RoleView) -> int:
     if not role.warm or view.recovery.policy != "role":
         return 0
     if not role.beside:
-        return min(view.spares, role.replicas) * role.fitting(view.part_of(role.name).node)
+        return sum(shadow_nodes(view, role)) * role.fitting(view.part_of(role.name).node)
+    return role.replicas * role.ranks + sum(shadow_nodes(view, role)) * min(role.ranks, role.per_node)
+
+
+def shadow_nodes(view: JobView, role: RoleView) -> tuple[int, int]:
+    """On so many spares, and on so many rollouts' nodes, there are shadows of this role, which is kept warm."""
+    if not role.beside:
+        return min(view.spares, role.replicas), 0
     rollouts = sum(one.replicas for one in view.kind("rollout"))
-    others = min(view.spares, role.nodes) + min(role.standbys, rollouts)
-    return role.replicas * role.ranks + others * min(role.ranks, role.per_node)
+    return min(view.spares, role.nodes), min(role.standbys, rollouts)
 
 
 def _jobs(part: Part) -> int:

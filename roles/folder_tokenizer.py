@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from rrl.spec.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, read_json
+from rrl.spec.model_folder import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG, read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """names under which a chat template may ask for them"""
@@ -38,11 +38,11 @@ class FolderTokenizer:
         self._tokenizer.no_padding()
         said = read_json(folder / TOKENIZER_CONFIG)
         self._special = {name: token for name in _SPECIAL_TOKENS if (token := _text(said.get(name)))}
-        self._ends = _ends(folder, self._id("eos_token"))
+        own = self._id("eos_token")
+        self._ends = _ends(folder, own)
         if not self._ends:
             raise ValueError(f"[model] path: {folder} names no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
                              " generation_config.json and config.json have no eos_token_id")  # fmt: skip
-        own = self._id("eos_token")
         self._eos = min(self._ends) if own is None else own
         pad = self._id("pad_token")
         self._pad = self._eos if pad is None else pad
@@ -95,7 +95,7 @@ def _ends(folder: Path, eos: int | None) -> frozenset[int]:
     """The tokenizer's own end, and those that the model was made to stop at."""
     given = read_json(folder / "generation_config.json").get("eos_token_id")
     if given is None:
-        given = read_json(folder / "config.json").get("eos_token_id")
+        given = read_json(folder / CONFIG).get("eos_token_id")
     listed = given if isinstance(given, list) else [given]
     return frozenset(each for each in (eos, *listed) if isinstance(each, int))
 

@@ -30,7 +30,7 @@ from rrl.roles.trajectories.client import TrajectoryClient, store_address
 from rrl.spec.launch import Launch
 from rrl.spec.phases import STANDBY
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import NodeName, ReplicaId, Version, role_of, stands_for
+from rrl.spec.words import NodeName, ReplicaId, Version
 from rrl.transport import messages as msg
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys
@@ -234,8 +234,7 @@ class Link:
     async def _open_pipe(self) -> None:
         """Weights of others come in by it, and ours go out. A rollout's shadow opens it in advance, and pulls nothing;
         the trainer's, which has no GPU yet that a fabric's libraries may touch, once it has become something."""
-        life, standby = self.launch.life, self.launch.standby
-        role = stands_for(life.replica) if standby else role_of(life.replica)
+        role, standby = self.launch.role, self.launch.standby
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
             return
         if self._pipe is None:

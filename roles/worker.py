@@ -27,7 +27,7 @@ from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
 from rrl.spec.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
 from rrl.spec.phases import phase as phase_named
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import NodeName, ReplicaId, Version, replica_id, role_of, stands_for
+from rrl.spec.words import NodeName, ReplicaId, Version, replica_id
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Goodbye, Peers
 from rrl.transport.weights.manifest import Describing, TensorSpec, layout
@@ -103,8 +103,7 @@ class Worker:
         self.keys = keys
         self.job: dict[str, Any] = msgspec.json.decode(run.resolved.read_bytes())["job"]
         """the resolved job spec"""
-        role = stands_for(launch.life.replica) if launch.standby else role_of(launch.life.replica)
-        self.settings: dict[str, Any] = self._table(role)
+        self.settings: dict[str, Any] = self._table(launch.role)
         """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
         self._link = Link(launch, run, keys, float(os.environ.get(BEAT_ENV, "1")), self.job["transport"])
         self._bound: dict[int, _Bound] = {}

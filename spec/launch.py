@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rrl.spec.words import Life, NodeName
+from rrl.spec.words import Life, NodeName, role_of, stands_for
 
 BEAT_ENV = "RRL_BEAT"
 """s between two beats of a worker, a step or an agent, in the launch file's environment"""
@@ -60,6 +60,11 @@ class Launch(Struct, frozen=True):
     """an agent's: command behind ``setup`` by which the node shows that roles can run here; empty: it need not"""
     probe_within: float = 60.0
     """s that it may take"""
+
+    @property
+    def role(self) -> str:
+        """The role that it is one of, or can become one of where it is kept warm."""
+        return stands_for(self.life.replica) if self.standby else role_of(self.life.replica)
 
 
 class ExitRecord(Struct, frozen=True):

@@ -5,6 +5,7 @@ Value types only: frozen, comparable, decodable. No behaviour beyond naming and 
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from functools import lru_cache
 from typing import NewType
@@ -75,6 +76,12 @@ def stands_for(shadow: ReplicaId) -> str:
 
 def index_of(replica: ReplicaId) -> str:
     return replica.partition("/")[2]
+
+
+@lru_cache(maxsize=_NAMES)
+def natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Sort key of names as people count: n2 before n10."""
+    return tuple((int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name))
 
 
 class Life(Struct, frozen=True, order=True):

@@ -18,7 +18,6 @@ from rrl.manager.planner.terms import NEVER, succeeded_from
 from rrl.manager.planner.warm import (
     Taken,
     holds_room,
-    natural,
     patient,
     ready_shadows,
     shadows_of,
@@ -27,7 +26,7 @@ from rrl.manager.planner.warm import (
 )  # fmt: skip
 from rrl.manager.state import Node, Replica, State, Status, gang, gangs, workers
 from rrl.spec.jobview import RoleView
-from rrl.spec.words import AGENT, SHADOW, NodeName, ReplicaId, gang_of, replica_id, role_of, stands_for
+from rrl.spec.words import AGENT, SHADOW, NodeName, ReplicaId, gang_of, natural, replica_id, role_of, stands_for
 
 
 class Spot(Struct, frozen=True):

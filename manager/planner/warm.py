@@ -3,15 +3,13 @@ how long a gang waits for the memory of those who had its nodes before."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import Lingering, Replica, State, Status, workers
 from rrl.spec.jobview import RoleView
 from rrl.spec.phases import STANDBY
-from rrl.spec.words import AGENT, SHADOW, NodeName, ReplicaId, gang_of, role_of, stands_for
+from rrl.spec.words import AGENT, SHADOW, NodeName, ReplicaId, gang_of, natural, role_of, stands_for
 
 Taken = dict[NodeName, list[Replica]]
 """who takes room on which node"""
@@ -93,9 +91,3 @@ def ready_shadows(state: State, shadows: Iterable[Replica], good: set[NodeName])
         if waits and one.node in good and one.allocation == state.nodes[one.node].allocation:
             found.setdefault(one.node, []).append(one)
     return found
-
-
-@lru_cache(maxsize=65536)
-def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key: n2 before n10."""
-    return tuple((int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from rrl.manager.state import State, Status, workers
-from rrl.spec.words import SHADOW, TRAINER, NodeName, ReplicaId, Version, role_of, stands_for
+from rrl.spec.words import SHADOW, TRAINER, NodeName, ReplicaId, Version, natural, role_of, stands_for
 from rrl.transport.messages import Holder, Peer, Peers
-from rrl.transport.weights.chains import natural
 
 _PUBLISHER = role_of(TRAINER)
 

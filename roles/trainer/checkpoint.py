@@ -90,11 +90,7 @@ class Checkpoints:
         except OSError as error:
             trouble = error
         try:  # all the same: the others are in it
-            writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
-            save(state, storage_writer=writer, process_group=gang.files, no_dist=gang.world == 1)
-            made += folder.glob(f"__{gang.rank}_*.distcp")
-            if gang.rank == 0:
-                made.append(folder / _METADATA)
+            made += self._save(state, folder)
             if trouble is None:
                 make_durable(made)
                 return Written({path.name: digest_of(path) for path in made})
@@ -102,6 +98,20 @@ class Checkpoints:
             trouble = trouble or error
         assert trouble is not None
         return not_written(trouble, f"{folder}: ")
+
+    def _save(self, state: dict[str, Tensor], folder: Path) -> list[Path]:
+        """All members together; this one's files."""
+        rank = self._gang.rank
+        writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
+        save(state, storage_writer=writer, process_group=self._gang.files, no_dist=self._gang.world == 1)
+        return [*folder.glob(f"__{rank}_*.distcp"), *([folder / _METADATA] if rank == 0 else [])]
+
+    def _load(self, tensors: dict[str, Tensor], folder: Path, damage: str) -> None:
+        """All members together, unless one of them has found ``damage``. Raises DamagedCheckpoint then, in all."""
+        gang = self._gang
+        if damage := next(filter(None, gang.gather(damage)), ""):
+            raise DamagedCheckpoint(damage)
+        load(tensors, storage_reader=FileSystemReader(folder), process_group=gang.talk, no_dist=gang.world == 1)
 
     def _as_whole(self, local: Tensor, like: Tensor) -> Tensor:
         """A host copy of a shard as a part of the tensor that it is a shard of."""
@@ -127,10 +137,7 @@ class Checkpoints:
             about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About)
         except (OSError, DamagedCheckpoint) as error:
             damage = str(error)
-        if damage := next(filter(None, gang.gather(damage)), ""):
-            raise DamagedCheckpoint(damage)
-        reader = FileSystemReader(folder)
-        load(learner.tensors(), storage_reader=reader, process_group=gang.talk, no_dist=gang.world == 1)
+        self._load(learner.tensors(), folder, damage)
         same = about.world == gang.world
         learner.resume((folder / _rest_file(gang.rank if same else 0)).read_bytes(), chance=same or gang.rank == 0)
         self._committed = (*about.before, folder.name)
@@ -142,9 +149,7 @@ class Checkpoints:
         state = {
             name: self._as_whole(shard_of(tensor).to("cpu", dtype), tensor) for name, tensor in weights(model).items()
         }
-        writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
-        save(state, storage_writer=writer, process_group=gang.files, no_dist=gang.world == 1)
-        made = sorted(folder.glob(f"__{gang.rank}_*.distcp")) + ([folder / _METADATA] if gang.rank == 0 else [])
+        made = self._save(state, folder)
         make_durable(made)
         mine = {path.name: digest_of(path) for path in made}
         self._reference = folder.name
@@ -160,10 +165,8 @@ class Checkpoints:
             verified(self._run_dir.path, {"folder": kept.folder, "files": kept.files}, only=mine)
         except DamagedCheckpoint as error:
             damage = f"the reference of kl: {error}"
-        if damage := next(filter(None, gang.gather(damage)), ""):
-            raise DamagedCheckpoint(damage)
         folder = self._run_dir.path / kept.folder
-        load(weights(model), storage_reader=FileSystemReader(folder), process_group=gang.talk, no_dist=gang.world == 1)
+        self._load(weights(model), folder, damage)
         self._reference = folder.name
 
     def known(self, manifest: dict[str, Any]) -> None:

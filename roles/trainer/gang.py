@@ -14,10 +14,10 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,10 @@ class Gang:
         dist.all_gather_object(said, mine, group=self.talk)
         return said
 
+    def from_first(self, do: Callable[[], T]) -> T:
+        """Done by the first member alone; what it gave is known to all when they return."""
+        return cast(T, self.gather(do() if self.rank == 0 else None)[0])
+
     def together(self, items: Iterable[T]) -> Iterator[T]:
         """As far as each member has one more. A member that is asked to stop may hear of it a step before another."""
         iterator = iter(items)
@@ -164,6 +168,11 @@ def waits_to_be_told(me: rrl.Worker) -> Iterator[None]:
             print(f"rrl: {me.launch.life} lost another member of its gang: {error}", file=sys.stderr, flush=True)
             me.stopping.wait(TOLD_BY)
         raise
+
+
+def waits_for_first(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
+    """Inside, the first member asks the store for all: the others wait for it, however long the store is away."""
+    return me.held_up_by(me.launch.life.gang.replica) if gang.rank > 0 else nullcontext()
 
 
 def _stay_on(address: str) -> None:

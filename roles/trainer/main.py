@@ -9,7 +9,6 @@ for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import torch
@@ -60,7 +59,7 @@ def main() -> None:
                 learner.warm_start(_examples(me, tokenizer))
             if me.settings["kl"]:
                 with me.phase("checkpoint"):
-                    folder = _fresh_folder(me, gang)
+                    folder = gang.from_first(lambda: me.checkpoint_dir(0))
                     learner.reference_kept = checkpoints.keep_reference(folder, learner.model, spec.computes_in)
         else:
             with me.phase("checkpoint"):
@@ -83,12 +82,6 @@ def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh:
     if fresh:
         load_initial(model, spec)
     return model
-
-
-def _fresh_folder(me: rrl.Worker, gang: Gang) -> Path:
-    """The same for all members: a fresh one, for what is made before the first step."""
-    made = gang.gather(me.checkpoint_dir(0) if gang.rank == 0 else None)
-    return next(each for each in made if each is not None)
 
 
 def _train(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from rrl.roles.checkpoint_files import incarnation_of
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.shape import Kept, SnapshotError
 from rrl.roles.trainer.checkpoint import Checkpoints
-from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.gang import Gang, waits_for_first
 from rrl.roles.trainer.layout import Layout
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.saver import Note
@@ -77,9 +76,8 @@ def usable(names: Iterable[Name], commit: Commit) -> list[Name]:
 
 def find(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> Found:
     """Ask who has what, agree, get it and verify it."""
-    asked = Commit(me.committed or 0, me.committed_manifest) if gang.rank == 0 else None
-    with me.held_up_by(me.launch.life.gang.replica) if gang.rank > 0 else nullcontext():
-        commit = next(each for each in gang.gather(asked) if each is not None)
+    with waits_for_first(me, gang):
+        commit = gang.from_first(lambda: Commit(me.committed or 0, me.committed_manifest))
     places = _places(me, gang, client)
     everybody = gang.gather(set(places))
     for name in usable(set.intersection(*everybody), commit):

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import rrl
 from rrl.roles.link import Stopping
 from rrl.roles.trainer.buffers import HostBuffers
 from rrl.roles.trainer.checkpoint import Checkpoints, Written, not_written
-from rrl.roles.trainer.gang import STANDSTILL, Gang, waits_to_be_told
+from rrl.roles.trainer.gang import STANDSTILL, Gang, waits_for_first, waits_to_be_told
 from rrl.roles.trainer.layout import Layout
 from rrl.roles.trainer.learner import Learner
 
@@ -150,7 +149,7 @@ class Saver:
                 if folder is not None:
                     shutil.rmtree(folder, ignore_errors=True)
             time.sleep(_ROOM_AGAIN)
-        with self._me.held_up_by(self._me.launch.life.gang.replica) if self._gang.rank > 0 else nullcontext():
+        with waits_for_first(self._me, self._gang):
             self._from_first(lambda: self._commit(note, folder, written))
 
     def _fresh_folder(self, number: int) -> tuple[Path | None, Written]:

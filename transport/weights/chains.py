@@ -11,20 +11,14 @@ even round about, and not even while they have heard different things of who is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from rrl.spec.words import TRAINER, ReplicaId, Version, role_of
+from rrl.spec.words import TRAINER, ReplicaId, Version, natural, role_of
 from rrl.transport.messages import Holder
 
 _HEADS_PER_TAIL = 2
 """chains that go on from the end of an earlier one; also those that begin at the publisher. Two make the way to the
 last receiver grow with the logarithm of their number; more would share one NIC"""
-
-
-def natural(replica: ReplicaId) -> tuple[tuple[int, str], ...]:
-    """Sorts ``rollout/2`` before ``rollout/10``."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", replica) if part)
 
 
 def sources(

@@ -20,9 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rrl.spec.words import Version
 from rrl.transport.weights.calls import Calls, Desk
-from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads, Remote, Slot
 from rrl.transport.weights.pipe import HANDSHAKE_BY, Line, PipeError, package
 from rrl.transport.weights.store import WeightStore
@@ -258,7 +256,8 @@ class NixlPipe:
             raise ImportError("the nixl pipe needs NIXL: pip install 'rrl-slurm[nixl]'")
         self._secret = secret
         self._threads = ThreadPoolExecutor(_THREADS, "nixl")
-        self._calls = Calls(self._dial, secret)
+        self._calls = calls = Calls(self._dial, secret)
+        self.manifest, self.fetch, self.hang_up = calls.manifest, calls.fetch, calls.hang_up
         self._served: list[tuple[asyncio.Server, Desk]] = []
         self._starting: asyncio.Task[_Nixl] | None = None
         self._guard: asyncio.Task[None] | None = None
@@ -270,15 +269,6 @@ class NixlPipe:
         server, port = await listen(lambda tcp: desk.meet(_NixlLine(tcp, nixl, self._secret, dialled=False)), host)
         self._served.append((server, desk))
         return f"nixl://{host}:{port}"
-
-    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
-        return await self._calls.manifest(at, version, by)
-
-    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
-        await self._calls.fetch(at, version, span, into, by)
-
-    def hang_up(self, at: str) -> None:
-        self._calls.hang_up(at)
 
     async def close(self) -> None:
         if self._closed:

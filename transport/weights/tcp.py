@@ -6,9 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from rrl.spec.words import Version
 from rrl.transport.weights.calls import Calls, Desk
-from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pipe import CONNECT_BY, Line, PipeError, split_address
 from rrl.transport.weights.store import WeightStore
 
@@ -162,7 +160,8 @@ class TcpPipe:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._calls = Calls(self._dial, secret)
+        self._calls = calls = Calls(self._dial, secret)
+        self.manifest, self.fetch, self.hang_up = calls.manifest, calls.fetch, calls.hang_up
         self._served: list[tuple[asyncio.Server, Desk]] = []
 
     async def serve(self, store: WeightStore, host: str) -> str:
@@ -170,15 +169,6 @@ class TcpPipe:
         server, port = await listen(desk.meet, host)
         self._served.append((server, desk))
         return f"tcp://{host}:{port}"
-
-    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
-        return await self._calls.manifest(at, version, by)
-
-    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
-        await self._calls.fetch(at, version, span, into, by)
-
-    def hang_up(self, at: str) -> None:
-        self._calls.hang_up(at)
 
     async def close(self) -> None:
         await self._calls.close()

@@ -25,10 +25,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rrl.spec.words import Version
 from rrl.transport.connections import deaf, listening
 from rrl.transport.weights.calls import Calls, Desk, Reception
-from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pipe import CONNECT_BY, HANDSHAKE_BY, Line, PipeError, deadline, shake_hands, split_address
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.tcp import TcpLine, dial, listen
@@ -241,7 +239,8 @@ class UcxPipe:
     def __init__(self, secret: bytes) -> None:
         self._worker = _runtime.start()
         self._secret = secret
-        self._calls = Calls(self._dial, secret)
+        self._calls = calls = Calls(self._dial, secret)
+        self.manifest, self.fetch, self.hang_up = calls.manifest, calls.fetch, calls.hang_up
         self._served: list[tuple[_Door, Desk]] = []
         self._closed = False
         self._guard = asyncio.get_running_loop().create_task(cut_off_the_silent(_runtime.ports))
@@ -263,15 +262,6 @@ class UcxPipe:
         door = _Door(self._secret, listener)
         self._served.append((door, desk))
         return f"ucx://{host}:{await door.open(host)}"
-
-    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
-        return await self._calls.manifest(at, version, by)
-
-    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
-        await self._calls.fetch(at, version, span, into, by)
-
-    def hang_up(self, at: str) -> None:
-        self._calls.hang_up(at)
 
     async def close(self) -> None:
         if self._closed:

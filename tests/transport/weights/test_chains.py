@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.spec.words import Life, ReplicaId, Version, natural
 from rrl.transport.messages import Holder
-from rrl.transport.weights.chains import natural, sources
+from rrl.transport.weights.chains import sources
 
 OLD, NEW = Version(6, 1), Version(7, 1)
 PUBLISHER = Holder(Life(ReplicaId("trainer/0"), 1), "tcp://t:1", NEW)
