@@ -19,7 +19,7 @@ from typing import TypeVar
 from rrl.spec.words import Version
 from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pipe import CONNECT_BY, Line, NotHeld, PipeError, deadline, shake_hands
+from rrl.transport.weights.pipe import AGAIN, CONNECT_BY, LATE, Line, NotHeld, PipeError, deadline, shake_hands
 from rrl.transport.weights.store import Gone, NotYet, Unheard, WeightStore
 
 _REQUEST = struct.Struct("<BqqQQ")  # kind, version's step and incarnation, offset, bytes
@@ -201,10 +201,11 @@ class Calls:
         self._dial = dial
         self._secret = secret
         self._kept: dict[str, _Call] = {}
-        self._dialling: dict[str, asyncio.Lock] = {}
+        self._dialling: dict[str, asyncio.Task[_Call | str]] = {}
+        """why it came to nothing is a text: whoever waits raises an exception of its own"""
 
     async def manifest(self, at: str, version: Version, by: float) -> Manifest:
-        data = await (await self._call(at)).ask(_MANIFEST, version, range(0), None, by)
+        data = await (await self._call(at, by)).ask(_MANIFEST, version, range(0), None, by)
         try:
             return manifests.decode(data, version, self._secret)
         except ValueError as error:
@@ -212,7 +213,7 @@ class Calls:
             raise PipeError(str(error)) from error
 
     async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
-        await (await self._call(at)).ask(_RANGE, version, span, into, by)
+        await (await self._call(at, by)).ask(_RANGE, version, span, into, by)
 
     def hang_up(self, at: str) -> None:
         if (call := self._kept.pop(at, None)) is not None:
@@ -220,6 +221,10 @@ class Calls:
 
     async def close(self) -> None:
         """Say bye to those who still listen, then drop every connection."""
+        dialling = list(self._dialling.values())
+        for attempt in dialling:
+            attempt.cancel()
+        await asyncio.gather(*dialling, return_exceptions=True)
         for call in list(self._kept.values()):  # a pull that is still running may dial meanwhile
             try:
                 if not call.line.broken:
@@ -230,16 +235,36 @@ class Calls:
             call.line.abort()
         self._kept.clear()
 
-    async def _call(self, at: str) -> _Call:
+    async def _call(self, at: str, by: float) -> _Call:
+        """All who ask for one meanwhile wait for the same attempt: a source that hangs costs its patience once. Who
+        has waited for ``by`` s goes elsewhere; the attempt has its own deadlines, and may serve the next one."""
         call = self._kept.get(at)
         if call is not None and not call.line.broken:
             return call
-        async with self._dialling.setdefault(at, asyncio.Lock()):
-            call = self._kept.get(at)
-            if call is None or call.line.broken:
-                for gone in [key for key, kept in self._kept.items() if kept.line.broken]:
-                    del self._kept[gone]
-                line = await self._dial(at)
-                await shake_hands(line, self._secret, dialled=True)
-                call = self._kept[at] = _Call(line)
-            return call
+        loop = asyncio.get_running_loop()
+        dialling = self._dialling.get(at)
+        if dialling is None:
+            dialling = self._dialling[at] = loop.create_task(self._connect(at))
+            dialling.add_done_callback(lambda _: self._dialling.pop(at))
+        for _ in range(1 + AGAIN):
+            due = loop.time() + by
+            await asyncio.wait([dialling], timeout=by)
+            if dialling.done() or loop.time() <= due + LATE:
+                break
+        if dialling.cancelled():
+            raise PipeError("the pipe is closed")
+        found = dialling.result() if dialling.done() else f"{at} is not connected within {by:.3g} s"
+        if isinstance(found, str):
+            raise PipeError(found)
+        return found
+
+    async def _connect(self, at: str) -> _Call | str:
+        for gone in [key for key, kept in self._kept.items() if kept.line.broken]:
+            del self._kept[gone]
+        try:
+            line = await self._dial(at)
+            await shake_hands(line, self._secret, dialled=True)
+        except PipeError as error:
+            return str(error)
+        call = self._kept[at] = _Call(line)
+        return call

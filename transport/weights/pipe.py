@@ -23,9 +23,9 @@ CONNECT_BY = 1.0
 """s; an attempt against a dead port sometimes hangs until its deadline (docs/sources.md, UCX)"""
 HANDSHAKE_BY = 1.0
 """s; measured p99 13.6 ms to connect and 3.3 ms for the rest. A stranger who says nothing is dropped after it"""
-_LATE = 0.05
+LATE = 0.05
 """s by which a timer may be late on a busy machine; a role that computes keeps this loop waiting for longer"""
-_AGAIN = 5
+AGAIN = 5
 """times that a deadline counts anew because the loop was late: then the machine is too slow for it"""
 PACKAGES = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
 """kind of pipe → packages, one of which it needs; the extra of the same name brings it. (The package ``nixl`` only
@@ -108,13 +108,13 @@ def deadline(line: Line, by: float) -> Generator[None]:
 
     def expire(due: float, again: int) -> None:
         nonlocal expired, timer
-        if again and loop.time() > due + _LATE:
+        if again and loop.time() > due + LATE:
             timer = loop.call_later(by, expire, loop.time() + by, again - 1)
             return
         expired = True
         line.abort()
 
-    timer = loop.call_later(by, expire, loop.time() + by, _AGAIN)
+    timer = loop.call_later(by, expire, loop.time() + by, AGAIN)
     try:
         yield
     except BaseException as error:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -244,6 +245,26 @@ async def stopped_halfway(pipe: Pipe, at: str, pid: int, into: memoryview) -> bo
         assert "nothing within 0.5 s" in str(error)  # noqa: PT017
         return True
     return False
+
+
+def test_a_stopped_source_that_nobody_has_met_costs_its_patience_once(kind: str, run: Run) -> None:
+    """However many chunks are asked of it at once: it accepts connections, as the kernel does for who is stopped."""
+
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=16) as stopped:
+            stopped.setblocking(False)
+            at = f"{kind}://127.0.0.1:{stopped.getsockname()[1]}"
+            async with piped(kind) as pipe:
+                spans = [range(place, place + 1) for place in range(4)]
+                asked = [pipe.fetch(at, VERSION, span, memoryview(bytearray(1)), 0.05) for span in spans]
+                told = await asyncio.gather(*asked, return_exceptions=True)
+                assert all(isinstance(each, PipeError) for each in told), told
+            came, _ = stopped.accept()
+            came.close()
+            with pytest.raises(BlockingIOError):
+                stopped.accept()
+
+    run(test())
 
 
 def test_a_buffer_is_not_written_to_after_its_fetch_was_given_up(kind: str, run: Run) -> None:
