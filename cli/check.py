@@ -17,7 +17,8 @@ from rrl.manager.worst_case import WorstCase, worst_case
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
 from rrl.spec.load import load_job, resolved
-from rrl.spec.model_folder import max_length, unfit
+from rrl.spec.model_fitness import unfit
+from rrl.spec.model_folder import max_length
 from rrl.spec.toml_lines import lines_of, nearest_line
 from rrl.spec.write import as_toml
 from rrl.transport.weights.pipe import PACKAGES, choose, package
@@ -35,7 +36,7 @@ def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], st
     """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
 
     Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
-    warnings = [*_not_here(job), *_pipe_not_here(job, path), *_model(job, path)]
+    warnings = [*_not_here(job), *_other_python(job), *_pipe_not_here(job, path), *_model(job, path)]
     if job.cluster.kind != "slurm":
         return warnings, ""
     if shutil.which("sbatch") is None:
@@ -104,6 +105,16 @@ def _not_here(job: Job) -> list[str]:
     ]
 
 
+def _other_python(job: Job) -> list[str]:
+    """What [env] activates is not what runs the built-in roles."""
+    active = "venv" if job.env.venv else "conda" if job.env.conda else ""
+    built_in = any(role.command is None for role in job.every_role().values())
+    if not active or job.env.python or not built_in:
+        return []
+    return [f"env.{active} is there for commands of your own; the built-in roles run with {sys.executable}: write"
+            " env.python for another one"]  # fmt: skip
+
+
 def _pipe(job: Job) -> str:
     """Which pipe the weights would move over, were all machines as this one."""
     kind, why = choose(job.transport.weights)
@@ -120,7 +131,7 @@ def _pipe_not_here(job: Job, path: Path) -> list[str]:
     elsewhere = job.cluster.kind != "local" or job.env.python or job.env.venv or job.env.conda
     if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
         return [f'transport.weights = "{kind}": {told} on this machine; it must be on the nodes']
-    fix = f"pip install 'rrl-slurm[{kind}]', or write \"auto\""
+    fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
     raise BadInput(_located(path, Trouble(("transport", "weights"), f"{told}; {fix}")))
 
 
@@ -135,9 +146,11 @@ def _model(job: Job, path: Path) -> list[str]:
         here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
         if not here:
             return [f"model.path = {model.path!r} does not exist on this machine; it must on the nodes"]
-        wrong = Trouble(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json")
-    elif why := unfit(folder, model.chat):
-        wrong = Trouble(("model", "chat" if "chat template" in why else "path"), why)
+        wrong = Trouble(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
+                        " (of a model on a hub: download it first)")  # fmt: skip
+    elif why := unfit(folder, model.chat, model.max_length):
+        about = "chat" if "chat template" in why else "max_length" if why.startswith("max_length") else "path"
+        wrong = Trouble(("model", about), why)
     elif job.sampling.max_new_tokens >= (longest := max_length({"path": model.path, "max_length": model.max_length})):
         said = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
         wrong = Trouble(("sampling", "max_new_tokens"), f"{said} in all; lower it")

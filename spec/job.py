@@ -79,7 +79,7 @@ class ModelTable(Table):
     """The policy: a causal language model as Hugging Face writes it (``path``), or else a small Qwen3-architecture one,
     built locally with random weights. Nothing is downloaded."""
 
-    path: str | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
     """folder with config.json, *.safetensors and the tokenizer's files, the same on every node; a relative one starts
     at the folder of job.toml"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -215,7 +215,7 @@ class TransportTable(Table):
 
     weights: Literal["auto", "ucx", "tcp", "nixl"] = "auto"
     """auto: ucx where ucxx is installed, else tcp; nixl: NVIDIA's NIXL, whose wheel carries the RDMA modules"""
-    chunk: Annotated[Size, Field(gt=0)] = 8 * 2**20
+    chunk: Annotated[Size, Field(ge=64 * 2**10, le=2**30)] = 8 * 2**20
     """what is asked for, verified and, if need be, fetched again at a time"""
     network: Network = ""
     """where to listen: name of an interface ("ib0") or network ("10.4.0.0/16"); empty: chosen on each node"""

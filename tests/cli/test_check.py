@@ -106,7 +106,7 @@ def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_star
         assert app.run([command, str(site.job)]) == 2
         told = capsys.readouterr().err
         assert f"{site.job}:" in told
-        fix = "pip install 'rrl-slurm[nixl]', or write \"auto\""
+        fix = "pip install '.[nixl]' in rrl's clone, or write \"auto\""
         assert f"transport.weights: no_such_package is not installed; {fix}" in told
     assert not site.runs.exists()
     assert site.slurm().run("check", extra=asked) == 0
@@ -169,7 +169,8 @@ def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
 def _folder(folder: Path) -> Path:
     folder.mkdir()
     for name, content in {
-        "config.json": '{"max_position_embeddings": 128}', "model.safetensors": "", "tokenizer.json": "{}",
+        "config.json": '{"max_position_embeddings": 128, "vocab_size": 3, "eos_token_id": 0}',
+        "model.safetensors": "\x02\0\0\0\0\0\0\0{}", "tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 2}}}',
         "tokenizer_config.json": '{"chat_template": "x"}',
     }.items():  # fmt: skip
         (folder / name).write_text(content)
@@ -192,7 +193,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
         ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json does not say how long a text may be"
          " (max_position_embeddings); write max_length"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
-        ("config.json", '{"n_ctx": 5}', "sampling.max_new_tokens: 5 leaves no room for a prompt: the model of path"
+        ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt: the model of path"
          " takes 5 tokens in all; lower it"),
         ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
          " of transformers made of a model"),
@@ -206,6 +207,41 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
             assert told in lines[0]
         (folder / name).write_text(whole)
     assert not site.runs.exists()
+
+
+@pytest.mark.parametrize(("name", "content", "told"), [
+    ("config.json", '{"architectures": ["BertModel"]}',
+     "path: {m}/config.json: BertModel is no causal language model; name a model whose architecture is one"),
+    ("config.json", '{"max_position_embeddings": 128, "num_experts": 8}',
+     "path: {m}/config.json: num_experts = 8: mixtures of experts are not supported; name a dense model"),
+    ("config.json", '{"max_position_embeddings": 128, "model_type": "gpt_neox"}',
+     "path: {m}/config.json: gpt_neox is not supported: "),
+    ("config.json", '{"max_position_embeddings": 128, "quantization_config": {"bits": 4}}',
+     "path: {m}/config.json: its weights are quantized; name the folder of the model before that"),
+    ("config.json", '{"max_position_embeddings": 9, "eos_token_id": 0}',
+     "max_length: max_length = 64 is more than the 9 that {m}/config.json allows; lower it"),
+    ("config.json", '{"max_position_embeddings": 128, "eos_token_id": 0, "vocab_size": 2}',
+     "path: {m}/tokenizer.json has 3 tokens, the model of {m}/config.json embeds 2; name a folder where they fit"),
+    ("config.json", '{"max_position_embeddings": 128}',
+     "path: '{m}' names no end of sequence; tokenizer_config.json needs eos_token"),
+    ("tokenizer.json", "{}", "path: {m}/tokenizer.json is no tokenizer; name a folder that save_pretrained"),
+    ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}',
+     "path: '{m}' lacks b.safetensors, which model.safetensors.index.json names; copy it there"),
+    ("model.safetensors", "\x05\0\0\0\0\0\0\0{\"a\"", "path: {m}/model.safetensors is no safetensors file; copy it"),
+    ("model.safetensors", '\x1f\0\0\0\0\0\0\0{"a": {"data_offsets": [0, 9]}}',
+     "path: {m}/model.safetensors has 39 bytes of the 48 that its header speaks of; copy it there again"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
+    site: Site, name: str, content: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _folder(site.job.parent / "m")
+    site.job.write_text(_with_model("max_length = 64\n"))
+    assert app.run(["check", str(site.job)]) == 0
+    capsys.readouterr()
+    (folder / name).write_text(content)
+    assert app.run(["check", str(site.job)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"model.{told.replace('{m}', str(folder), 2) if '{m}' in told else told}" in line
 
 
 def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(

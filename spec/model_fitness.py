@@ -1,0 +1,126 @@
+"""Whether a Hugging Face folder can be ``[model] path``: seen on a login node, without torch or transformers, before a
+queue is waited in. What passes here may still be refused by transformers itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rrl.spec.model_folder import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    max_length,
+    read_json,
+)
+
+_INDEX = "model.safetensors.index.json"
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OTHERWISE = {"gpt_neox": "its weights are put together otherwise than its file names them"}
+"""model_type → why it is not trained"""
+_HEADER_MAX = 100 * 2**20
+"""bytes; safetensors' own limit of a file's header"""
+
+
+def unfit(folder: Path, chat: bool, longest: int | None = None) -> str:
+    """Why the folder cannot be ``[model] path``, and what would be right; empty: nothing speaks against it.
+    ``longest``: what ``[model] max_length`` says."""
+    if not folder.is_dir():
+        return f"{str(folder)!r} is a file; name the folder that it is in"
+    for pattern, made_by in ((CONFIG, "model"), (WEIGHTS, "model"), (TOKENIZER, "tokenizer")):
+        if next(folder.glob(pattern), None) is None:
+            return f"{str(folder)!r} has no {pattern}; name a folder that save_pretrained of transformers made of a" \
+                   f" {made_by}"  # fmt: skip
+    try:
+        said = read_json(folder / TOKENIZER_CONFIG)
+        troubles = (*_kinds(folder), *_lengths(folder, longest), *_weights(folder), *_tokens(folder, said))
+    except ValueError as error:
+        return str(error)
+    if troubles:
+        return troubles[0]
+    if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in said:
+        return f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}"
+    return ""
+
+
+def _kinds(folder: Path) -> Iterator[str]:
+    """Of models that are not trained."""
+    path = folder / CONFIG
+    config = read_json(path)
+    given = config.get("architectures")
+    architectures = given if isinstance(given, list) else []
+    for name in architectures:
+        if not str(name).endswith("ForCausalLM"):
+            yield f"{path}: {name} is no causal language model; name a model whose architecture is one (...ForCausalLM)"
+    for table in (config, config.get("text_config") or {}):
+        for key in _EXPERTS:
+            if isinstance(count := table.get(key), int) and count > 1:
+                yield f"{path}: {key} = {count}: mixtures of experts are not supported; name a dense model"
+    if (why := _OTHERWISE.get(str(config.get("model_type")))) is not None:
+        yield f"{path}: {config['model_type']} is not supported: {why}; name another model"
+    if config.get("quantization_config"):
+        yield f"{path}: its weights are quantized; name the folder of the model before that"
+
+
+def _lengths(folder: Path, longest: int | None) -> Iterator[str]:
+    if longest is None:
+        max_length({"path": str(folder)})
+        return
+    try:
+        most = max_length({"path": str(folder)})
+    except ValueError:  # config.json does not say: job.toml does
+        return
+    if longest > most:
+        yield f"max_length = {longest} is more than the {most} that {folder / CONFIG} allows; lower it"
+
+
+def _weights(folder: Path) -> Iterator[str]:
+    """Files that are not there, or not whole."""
+    shards = read_json(folder / _INDEX).get("weight_map")
+    for name in sorted(set(shards.values())) if isinstance(shards, dict) else ():
+        if not (folder / str(name)).is_file():
+            yield f"{str(folder)!r} lacks {name}, which {_INDEX} names; copy it there"
+    for path in sorted(folder.glob(WEIGHTS)):
+        if why := _broken(path):
+            yield f"{path} {why}; copy it there again"
+
+
+def _broken(path: Path) -> str:
+    """By a safetensors file's header: its length (8 bytes, little-endian), then where each tensor ends."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            said = json.loads(file.read(min(length, _HEADER_MAX)))
+        ends = [tensor["data_offsets"][1] for name, tensor in said.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+        size = path.stat().st_size
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        return "is no safetensors file"
+    return "" if size >= whole else f"has {size} bytes of the {whole} that its header speaks of"
+
+
+def _tokens(folder: Path, said: dict[str, Any]) -> Iterator[str]:
+    """What the tokenizer knows, and the model does not; and whether anything ends a text."""
+    path = folder / TOKENIZER
+    tokenizer = read_json(path)
+    model = tokenizer.get("model")
+    if not isinstance(model, dict) or "vocab" not in model:
+        yield f"{path} is no tokenizer; name a folder that save_pretrained of transformers made of one"
+        return
+    config = read_json(folder / CONFIG)
+    ends = (read_json(folder / name).get("eos_token_id") for name in (GENERATION_CONFIG, CONFIG))
+    if said.get("eos_token") is None and all(end is None for end in ends):
+        yield f"{str(folder)!r} names no end of sequence; {TOKENIZER_CONFIG} needs eos_token"
+    embeds = config.get("vocab_size")
+    ids = [token["id"] for token in tokenizer.get("added_tokens") or () if isinstance(token, dict)]
+    ids += model["vocab"].values() if isinstance(model["vocab"], dict) else [len(model["vocab"]) - 1]
+    known = 1 + max((one for one in ids if isinstance(one, int)), default=-1)
+    if isinstance(embeds, int) and known > embeds:
+        yield f"{path} has {known} tokens, the model of {folder / CONFIG} embeds {embeds}; name a folder where they fit"
