@@ -45,7 +45,7 @@ def exit_record(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
         return _NOTHING
     if (end.code == 0 or end.why == ASKED) and now < (due := end.at + _patience(limits)):
         return None, due  # that the run is complete may still be on its way, or that the cluster takes the node back
-    text = _how_it_ended(end.code, end.signal, end.why)
+    text = _how_it_ended(end.code, end.signal, end.why) + (f": {end.said}" if end.said else "")
     if asked:
         return _about(seen, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
     return _about(seen, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True), inf

@@ -41,6 +41,8 @@ class StepEnd(Struct, frozen=True):
     signal: int | None
     why: str
     at: float
+    said: str = ""
+    """its command's last line"""
 
 
 @dataclass(slots=True, eq=False)
@@ -273,11 +275,13 @@ class Watch:
             self._begin(seen, phase, now)
             seen.waits_for = waits_for
 
-    def step_ended(self, life: Life, code: int | None, signal: int | None, why: str, now: float) -> None:
+    def step_ended(
+        self, life: Life, code: int | None, signal: int | None, why: str, now: float, said: str = ""
+    ) -> None:
         """Its exit record, told or read; the first one counts. ``unwanted: …`` is a step that was never admitted, maybe
         the second of its tag: it says nothing about the one that was, and if none was, none will join."""
         if (seen := self._known(life)) and seen.exit is None and not why.startswith("unwanted"):
-            seen.exit = StepEnd(code, signal, why, now)
+            seen.exit = StepEnd(code, signal, why, now, said)
 
     def gone(self, life: Life, now: float) -> None:
         """The agent witnessed that its first process is no more, without an exit record."""

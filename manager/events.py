@@ -110,6 +110,7 @@ class StepEnded(Struct, frozen=True, tag=True):
     code: int | None
     signal: int | None
     why: str
+    said: str = ""
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):

@@ -158,7 +158,7 @@ class Ear:
     def _step_exit(self, message: msg.StepExit) -> None:
         self.steps.pop(message.tag, None)
         life = whose(self._state(), message.life, message.tag)
-        self._ended(ev.StepEnded(life, message.tag, message.code, message.signal, message.why))
+        self._ended(ev.StepEnded(life, message.tag, message.code, message.signal, message.why, message.said))
 
     async def _gone(self, message: msg.Gone) -> None:
         """Where the run directory hangs nobody waits for it: what is found there in the end counts then."""
@@ -181,14 +181,14 @@ class Ear:
 
     def _recorded(self, record: ExitRecord) -> None:
         life = whose(self._state(), record.life, record.tag)
-        self._ended(ev.StepEnded(life, record.tag, record.code, record.signal, record.why))
+        self._ended(ev.StepEnded(life, record.tag, record.code, record.signal, record.why, record.said))
 
     def _ended(self, event: ev.StepEnded) -> None:
         """An end counts once, and only of the step that the life is known by."""
         state = self._state()
         current = state.believed(event.life) and state.replica(event.life.replica).step == event.step
         if current or event.step in state.lingering:
-            self._watch.step_ended(event.life, event.code, event.signal, event.why, self._now())
+            self._watch.step_ended(event.life, event.code, event.signal, event.why, self._now(), event.said)
             self._record(event)
             if self._state().replica(event.life.replica).status is Status.COMPLETED:
                 self._watch.forget(event.life)  # it has done its work: nobody is to wonder why it ended
@@ -196,8 +196,10 @@ class Ear:
     def ended_before(self, life: Life) -> None:
         """Its end was recorded under an earlier manager: the detectors must see it again."""
         record = read_exit(self._run.exit_file(tag_of(self._run.id, named_by(self._state(), life))))
-        code, signal, why = (record.code, record.signal, record.why) if record else (None, None, "vanished")
-        self._watch.step_ended(life, code, signal, why, self._now())
+        if record is None:
+            self._watch.step_ended(life, None, None, "vanished", self._now())
+        else:
+            self._watch.step_ended(life, record.code, record.signal, record.why, self._now(), record.said)
 
     async def exit_records(self) -> None:
         """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""

@@ -111,14 +111,14 @@ class FirstProcess:
             self.news.clear()
             await self.news.wait()
 
-    async def finish(self, code: int | None, number: int | None, why: str) -> None:
+    async def finish(self, code: int | None, number: int | None, why: str, said: str = "") -> None:
         """Leave the exit record, then tell the manager if there is one within ``LAST_WORDS`` s."""
         launch = self.launch
         if self._double:
             print(f"rrl: {why}; the other one goes on", file=sys.stderr, flush=True)
             return
-        _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, code, number, why, time.time()))
-        self._told = StepExit(launch.life, launch.tag, code, number, why)
+        _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, code, number, why, time.time(), said))
+        self._told = StepExit(launch.life, launch.tag, code, number, why, said)
         if self.dialer.connected:
             await self.dialer.send(self._told)
         else:

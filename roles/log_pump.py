@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 
 from rrl.roles.logs import Limiter, RotatingLog, Stamper
+from rrl.spec.last_words import last_lines
+from rrl.spec.loglines import stamp_of
 from rrl.transport.logs import Backlog
 
 WAITING_BYTES = 4 * 2**20
@@ -19,6 +21,8 @@ STUCK = 2.0
 """s without a write that ends well, though there are lines: then the manager is asked to write them"""
 RETRY = 1.0
 """s between two tries at a disk that refused"""
+_LAST = 4096
+"""bytes; the last line is among them"""
 _READ = 64 * 2**10
 _WRITE = 256 * 2**10
 
@@ -30,6 +34,8 @@ class LogPump:
     def __init__(self, fd: int, log: RotatingLog, tail: Backlog, news: Callable[[], None]) -> None:
         self._fd, self._log, self._tail, self._news = fd, log, tail, news
         self._waiting = Backlog(WAITING_BYTES)
+        self._last = b""
+        """the end of all"""
         self._more = threading.Event()
         self._ended = False
         self._closing = threading.Event()
@@ -52,6 +58,12 @@ class LogPump:
         """The file cannot be written now."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > STUCK
+
+    def last_line(self, within: float) -> str:
+        """The last one that says something, once the pipe is empty; as far as it is read after so many s."""
+        self._reader.join(within)
+        lines = (line.removeprefix(stamp_of(line)).decode(errors="replace").strip() for line in self._last.splitlines())
+        return last_lines("\n".join(filter(None, lines)).rpartition("\n")[2])
 
     def finish(self, within: float) -> bool:
         """Wait up to so many s for the pipe's end and the file's last line; what comes later is not kept. True when the
@@ -91,6 +103,7 @@ class LogPump:
 
     def _put(self, lines: bytes) -> None:
         if lines:
+            self._last = (self._last + lines)[-_LAST:]
             self._waiting.put(lines)
             self._tail.put(lines)
             self._more.set()

@@ -14,6 +14,8 @@ from rrl.transport.keys import RunKeys
 
 LOG_TAIL = 1.0
 """s for the rest of the log to be written: storage may hang"""
+LAST_LINE = 1.0
+"""s for the pipe of a command that has ended to be emptied: somebody may have inherited it"""
 TOLD_WITHIN = 1.0
 """s for the manager to take the end of a log whose file is complete"""
 UNSAVED_WITHIN = 5.0
@@ -33,6 +35,10 @@ class RoleLog:
     def start(self) -> None:
         self._pump.start()
         self._shipper.start()
+
+    def last_line(self) -> str:
+        """Of what the command wrote, which has ended (blocking: some s at most)."""
+        return self._pump.last_line(LAST_LINE)
 
     def finish(self) -> None:
         """Write and tell the rest (blocking: some s where storage or the manager are away)."""

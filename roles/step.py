@@ -58,7 +58,8 @@ async def _live(launch: Launch, launch_file: str) -> int:
         if (trouble := setup.trouble()) and not first.why:
             await first.finish(None, None, f"{NOT_STARTED}{trouble}")
         else:
-            await first.finish(code, number, first.why or (EXITED if number is None else "signalled"))
+            said = await asyncio.to_thread(log.last_line) if code else ""
+            await first.finish(code, number, first.why or (EXITED if number is None else "signalled"), said)
         if left and (left := end_descendants(first.me, BEFORE_LEAVING)):
             print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
         await asyncio.to_thread(log.finish)

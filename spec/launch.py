@@ -80,6 +80,8 @@ class ExitRecord(Struct, frozen=True):
     """``exited``, ``signalled``, ``asked`` (told to stop), ``unwanted: …``, ``launcher died``, ``not started: …``"""
     at: float
     """wall clock of the node, for display only"""
+    said: str = ""
+    """the last line that the command wrote, where it ended by itself and not well"""
 
 
 def tag_of(run: str, life: Life) -> str:

@@ -91,6 +91,8 @@ class StepExit(Struct, frozen=True, tag=True):
     code: int | None
     signal: int | None
     why: str
+    said: str = ""
+    """the last line that the command wrote, where it ended by itself and not well"""
 
 
 class AgentHello(Struct, frozen=True, tag=True):
