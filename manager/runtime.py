@@ -68,6 +68,9 @@ REMOVED = 10
 """tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
 ANNOUNCE = 0.05
 """s between two announcements of who lives and who holds which weights: each goes to everybody, whole"""
+HOLDS = 0.008
+"""s for each worker, where nothing is new but which version a receiver holds: an announcement to 1,024 of them is
+172 MB in all, and each new version would be worth a thousand"""
 MAILBOX = 0.5
 """s between two looks into the mailbox"""
 FLUSH = 0.5
@@ -89,6 +92,8 @@ class Manager:
         self._wired: Wiring | None = None
         self._sent = 0
         self._announced = 0.0
+        self._again: asyncio.TimerHandle | None = None
+        """for the next announcement, where it is too early for it"""
         self._findings: dict[str, Finding] = {}
         self.leaving: str | None = None
         """why this manager leaves before the run's end"""
@@ -300,15 +305,17 @@ class Manager:
         wiring = wire(self.state)
         if wiring == self._wired:
             return
-        if time.monotonic() - self._announced < ANNOUNCE:
-            asyncio.get_running_loop().call_later(ANNOUNCE, self._wake.set)
+        urgent = self._wired is None or wiring.urgent != self._wired.urgent
+        pause = ANNOUNCE if urgent else max(ANNOUNCE, HOLDS * len(self._ear.workers))
+        if self._again is not None:
+            self._again.cancel()
+        if (early := self._announced + pause - time.monotonic()) > 0:
+            self._again = asyncio.get_running_loop().call_later(early, self._wake.set)
             return
         self._wired, self._announced = wiring, time.monotonic()
         self._sent += 1
-        peers = wiring.message(self.state.epoch, self._sent)
-        for life, peer in list(self._ear.workers.items()):
-            if self.state.believed(life):
-                await self._listener.send(peer, peers)
+        told = [peer for life, peer in self._ear.workers.items() if self.state.believed(life)]
+        await self._listener.send_all(told, wiring.message(self.state.epoch, self._sent))
 
     def _welcome(self, life: Life) -> msg.Welcome:
         role = role_of(life.replica)

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import socket as net
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,19 @@ class Listener:
     async def send(self, peer: bytes, message: Any, ask: int | None = None) -> None:
         """Push to ``peer``, or answer its ``ask``. Never waits: dropped (and counted) if the peer's queue is full,
         dropped silently if the peer is gone."""
+        self._send(peer, frame(self.epoch, ask, message))
+
+    async def send_all(self, peers: Iterable[bytes], message: Any) -> None:
+        """Push the same to all of them, as :meth:`send` does to one: it is encoded once."""
+        data = frame(self.epoch, None, message)
+        for peer in peers:
+            self._send(peer, data)
+
+    def _send(self, peer: bytes, data: bytes) -> None:
         if self._closed:
             return
         try:
-            if not self._wire.send([peer, frame(self.epoch, ask, message)]):
+            if not self._wire.send([peer, data]):
                 self.dropped += 1
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
@@ -242,18 +251,23 @@ class Dialer:
         """Say it once. Waits for nobody: queued (bounded) while the listener is away or slow."""
         self._put(None, message)
 
-    async def ask(self, message: Any, by: float) -> Any:
-        """Say it until it is answered (sent again after each reconnect: the listener may see it twice).
+    async def ask(self, message: Any, by: float, again: float | None = None) -> Any:
+        """Say it until it is answered (sent again after each reconnect: the listener may see it twice; and, for one
+        that may drop an answer, on the same connection too, ``again`` s after it was sent, then after twice as long).
 
         Raises TimeoutError after ``by`` s, ConnectionError when the dialer is closed meanwhile.
         """
         self._asks += 1
         ask = self._asks
-        self._open[ask] = _Ask(message, asyncio.get_running_loop().create_future())
+        entry = self._open[ask] = _Ask(message, asyncio.get_running_loop().create_future())
         self._put(ask, message)
         try:
             async with asyncio.timeout(by):
-                return await self._open[ask].answer
+                while not (await asyncio.wait((entry.answer,), timeout=again))[0]:
+                    if entry.sent and self._greeted and all(ask != other for other, _ in self._waiting):
+                        self._put(ask, message)
+                        again = again and 2 * again
+                return entry.answer.result()
         finally:
             del self._open[ask]
 

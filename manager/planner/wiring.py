@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rrl.manager.state import State, Status, workers
 from rrl.spec.words import SHADOW, TRAINER, NodeName, ReplicaId, Version, natural, role_of, stands_for
@@ -16,6 +17,12 @@ class Wiring(Struct, frozen=True):
     newest: Version | None
     holders: tuple[Holder, ...]
     keepers: dict[NodeName, str] = {}
+
+    @property
+    def urgent(self) -> Wiring:
+        """All but what each holder holds: who receives looks at that when it begins or has lost its source, and is
+        told all of it with its Welcome."""
+        return replace(self, holders=tuple(replace(one, holds=None) for one in self.holders))
 
     def message(self, epoch: int, seq: int) -> Peers:
         return Peers(epoch, seq, self.peers, self.newest, self.holders, self.keepers)

@@ -58,3 +58,11 @@ def test_who_is_not_believed_or_has_not_joined_or_serves_nothing_is_not_told() -
         one = msgspec.structs.replace(world.replicas[id], **change)
         world = msgspec.structs.replace(world, replicas={**world.replicas, id: one})
     assert names(wire(world).holders) == ["trainer/0", *(f"rollout/{index}" for index in range(3, 12))]
+
+
+def test_only_which_version_a_receiver_holds_can_wait() -> None:
+    before = wire(state(trainer_0=NEW, rollout_3=OLD))
+    assert wire(state(trainer_0=NEW, rollout_3=NEW)).urgent == before.urgent
+    assert wire(state(trainer_0=Version(8, 1), rollout_3=OLD)) != before
+    assert wire(state(trainer_0=Version(8, 1), rollout_3=OLD)).urgent != before.urgent, "a new version is out"
+    assert wire(state(rollout_3=OLD)).urgent != before.urgent, "its publisher is gone"
