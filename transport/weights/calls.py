@@ -19,7 +19,17 @@ from typing import TypeVar
 from rrl.spec.words import Version
 from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pipe import AGAIN, CONNECT_BY, LATE, Line, NotHeld, PipeError, deadline, shake_hands
+from rrl.transport.weights.pipe import (
+    AGAIN,
+    CONNECT_BY,
+    LATE,
+    STARVED_BY,
+    Line,
+    NotHeld,
+    PipeError,
+    deadline,
+    shake_hands,
+)
 from rrl.transport.weights.store import Gone, NotYet, Unheard, WeightStore
 
 _REQUEST = struct.Struct("<BqqQQ")  # kind, version's step and incarnation, offset, bytes
@@ -69,6 +79,9 @@ class Reception:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for line in self._strangers:  # of a task that was cancelled before its first step
+            line.abort()
+        self._strangers.clear()
 
     async def _receive(self, line: Line) -> None:
         try:
@@ -119,6 +132,7 @@ class Desk:
             else:
                 await line.send(_ANSWER.pack(_HERE, len(body)))
                 await line.send(body)
+        self._store.sent(line)
         return True
 
     async def _once_here(self, line: Line, look: Callable[[], T], unheard_by: float) -> T | None:
@@ -149,7 +163,9 @@ class _Call:
         self._sending = asyncio.Lock()
         self._turn: asyncio.Future[None] | None = None
 
-    async def ask(self, kind: int, version: Version, span: range, into: memoryview | None, by: float) -> bytearray:
+    async def ask(
+        self, kind: int, version: Version, span: range, into: memoryview | None, by: float, starved_by: float
+    ) -> bytearray:
         """Returns the answer's bytes, or an empty one where they went ``into`` a buffer.
 
         When this raises anything but NotHeld, the line has been aborted, and with it all that were waiting on it.
@@ -167,10 +183,7 @@ class _Call:
         try:
             if before is not None:
                 await asyncio.shield(before)
-            body = None
-            while body is None:
-                with deadline(self.line, by):
-                    body = await self._body(into)
+            body = await self._answer(into, by, starved_by)
         except BaseException:
             self.line.abort()  # also when cancelled while waiting: the answer to come would be taken for the next one
             raise
@@ -179,6 +192,17 @@ class _Call:
         if isinstance(body, _NotHeld):
             raise NotHeld(f"{version} is not held there")
         return body
+
+    async def _answer(self, into: memoryview | None, by: float, starved_by: float) -> bytearray | _NotHeld:
+        now = asyncio.get_running_loop().time
+        since: float | None = None
+        while True:
+            with deadline(self.line, by):
+                if (body := await self._body(into)) is not None:
+                    return body
+            since = now() if since is None else since
+            if now() > since + starved_by:
+                raise PipeError(f"for {starved_by:.3g} s it only said that it is waiting itself")
 
     async def _body(self, into: memoryview | None) -> bytearray | _NotHeld | None:
         """One answer; None: not yet."""
@@ -204,16 +228,18 @@ class Calls:
         self._dialling: dict[str, asyncio.Task[_Call | str]] = {}
         """why it came to nothing is a text: whoever waits raises an exception of its own"""
 
-    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
-        data = await (await self._call(at, by)).ask(_MANIFEST, version, range(0), None, by)
+    async def manifest(self, at: str, version: Version, by: float, starved_by: float = STARVED_BY) -> Manifest:
+        data = await (await self._call(at, by)).ask(_MANIFEST, version, range(0), None, by, starved_by)
         try:
             return manifests.decode(data, version, self._secret)
         except ValueError as error:
             self.hang_up(at)
             raise PipeError(str(error)) from error
 
-    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
-        await (await self._call(at, by)).ask(_RANGE, version, span, into, by)
+    async def fetch(
+        self, at: str, version: Version, span: range, into: memoryview, by: float, starved_by: float = STARVED_BY
+    ) -> None:
+        await (await self._call(at, by)).ask(_RANGE, version, span, into, by, starved_by)
 
     def hang_up(self, at: str) -> None:
         if (call := self._kept.pop(at, None)) is not None:

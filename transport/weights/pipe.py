@@ -23,6 +23,9 @@ CONNECT_BY = 1.0
 """s; an attempt against a dead port sometimes hangs until its deadline (docs/sources.md, UCX)"""
 HANDSHAKE_BY = 1.0
 """s; measured p99 13.6 ms to connect and 3.3 ms for the rest. A stranger who says nothing is dropped after it"""
+STARVED_BY = 3.0
+"""s for which a source may say "not yet" and nothing else. Its own source may be silent until the first patience is
+over, and the next one too, before it goes on; who stands behind it must not leave it for that"""
 LATE = 0.05
 """s by which a timer may be late on a busy machine; a role that computes keeps this loop waiting for longer"""
 AGAIN = 5
@@ -50,8 +53,8 @@ class Pipe(Protocol):
 
     A holder that is still receiving what it is asked for says "not yet" every ``calls.NOT_YET_EVERY`` s until it has
     verified it. ``by`` is how long (s) the other end may be silent: it counts from the moment when this answer is the
-    next one due on its connection, and anew from each "not yet". How often "not yet" is put up with is the caller's to
-    decide: it cancels.
+    next one due on its connection, and anew from each "not yet". ``starved_by`` is how long it may say nothing else,
+    from the first "not yet" of this answer.
     """
 
     kind: str
@@ -61,10 +64,12 @@ class Pipe(Protocol):
         """Serve what ``store`` holds complete, and of what it receives each chunk once it is verified; returns the
         address to be told to others: ``<kind>://host:port``."""
 
-    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
+    async def manifest(self, at: str, version: Version, by: float, starved_by: float = STARVED_BY) -> Manifest:
         """The verified manifest of a version. Raises NotHeld, PipeError (also when the manifest is not of this run)."""
 
-    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
+    async def fetch(
+        self, at: str, version: Version, span: range, into: memoryview, by: float, starved_by: float = STARVED_BY
+    ) -> None:
         """Bytes ``span`` of a version. ``into`` is never written to after this returned, raised or was cancelled.
 
         Raises NotHeld, PipeError.
@@ -193,10 +198,10 @@ def open_pipe(kind: str, secret: bytes) -> Pipe:
     if chosen == "ucx":
         try:
             pipe: Pipe = UcxPipe(secret)
-        except ImportError as error:
+        except Exception as error:  # not installed, or UCX finds no device, no memory that it may lock ...
             if kind == "ucx":
                 raise
-            chosen, why = "tcp", f"ucxx does not load here: {error}"
+            chosen, why = "tcp", f"UCX does not start here: {type(error).__name__}: {error}"
     if chosen == "nixl":
         from rrl.transport.weights.nixl import NixlPipe  # needs numpy, which comes with NIXL
 

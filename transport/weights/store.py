@@ -27,7 +27,9 @@ KEEP = 2
 IDLE = 1.0
 """s without a request after which a reader is taken to have left; between two chunks it verifies one: milliseconds"""
 READ_BY = 30.0
-"""s for which a reader can keep its version from being evicted before a newer one"""
+"""s for which a reader can keep its version from being evicted before a newer one, beside what it takes at SLOW"""
+SLOW = 100e6
+"""bytes a second: a NIC of 1 Gbit/s; who is slower than that may lose its version"""
 
 T = TypeVar("T")
 
@@ -88,6 +90,8 @@ class _Reader:
 
     def __init__(self, version: Version, now: float) -> None:
         self.version, self.since, self.last, self.nbytes = version, now, now, 0
+        self.sending = False
+        """it has asked, and not yet got all that it asked for"""
 
 
 class WeightStore:
@@ -222,7 +226,7 @@ class WeightStore:
     def read(self, version: Version, span: range, reader: object) -> memoryview:
         """These bytes, complete or arriving: read-only, verified, and good for as long as you hold on to them.
 
-        ``reader`` is whose request it is, until :meth:`left`. Raises NotYet, Gone."""
+        ``reader`` is whose request it is, until :meth:`sent` and :meth:`left`. Raises NotYet, Gone."""
         with self._lock:
             if (held := self._complete.get(version)) is not None:
                 manifest, flat = held.manifest, held.flat
@@ -236,6 +240,12 @@ class WeightStore:
                 raise NotYet if self._awaited == version else Gone(f"{version} was given up")
             self._note(reader, manifest, len(span))
             return flat[span.start : span.stop]
+
+    def sent(self, reader: object) -> None:
+        """It has got what it asked for."""
+        with self._lock:
+            if (reading := self._readers.get(reader)) is not None:
+                reading.sending, reading.last = False, time.monotonic()
 
     def left(self, reader: object) -> None:
         """It reads nothing any more."""
@@ -285,7 +295,7 @@ class WeightStore:
         reading = self._readers.get(reader)
         if reading is None or reading.version != manifest.version:
             reading = self._readers[reader] = _Reader(manifest.version, now)
-        reading.last = now
+        reading.last, reading.sending = now, True
         reading.nbytes += nbytes
         if reading.nbytes >= manifest.nbytes:
             del self._readers[reader]
@@ -294,7 +304,9 @@ class WeightStore:
         """Somebody is in the middle of it."""
         now = time.monotonic()
         return any(
-            reading.version == version and now - reading.last < IDLE and now - reading.since < READ_BY
+            reading.version == version
+            and (reading.sending or now - reading.last < IDLE)
+            and now - reading.since < READ_BY + self._complete[version].flat.nbytes / SLOW
             for reading in self._readers.values()
         )
 

@@ -2,8 +2,8 @@
 
 One source at a time, the first of those named that has not failed. It is given up when it is silent for longer than is
 usual (:mod:`rrl.transport.weights.pace`), when it has been starved itself for long, when it does not hold the version,
-or when it lied; then the missing chunks are asked of the next one. Once everybody has failed, those who did not lie get
-another chance with twice the patience: on a busy machine the only holder may have missed one deadline.
+or when it lied; then the missing chunks are asked of the next one. Once everybody has failed, all but notorious liars
+get another chance with twice the patience: on a busy machine the only holder may have missed one deadline.
 Nothing is current before the version is complete; others may have each chunk from when it is verified.
 """
 
@@ -11,31 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rrl.spec.words import Version
 from rrl.transport.messages import Holder
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pace import FIRST, Pace
-from rrl.transport.weights.pipe import Pipe, PipeError
+from rrl.transport.weights.pipe import STARVED_BY, Pipe, PipeError
 from rrl.transport.weights.store import Superseded, WeightStore
 
 CHUNK_BY = 10.0
 """s of silence at most, whatever was usual: 8 MiB at under 1 MB/s"""
 PULL_BY = 120.0
-"""s for a version; only reached when nobody who holds it can be reached"""
+"""s without a chunk; only reached when nobody who holds the version can be reached, or who can only lies"""
 WINDOW = 4
 """chunks in flight (docs/sources.md, UCX: enough to fill a 2 Gbit/s link)"""
-STARVED_BY = 3.0
-"""s for which a source may say "not yet" and nothing else. Its own source may be silent until the first patience is
-over, and the next one too, before it goes on; who stands behind it must not leave it for that"""
-_STARVED = "it only said that it is waiting itself"
 _LAST = 0.001
 """s; a deadline is never over before it begins"""
 _MOST_PATIENT = 64
 """times; from LEAST that is more than CHUNK_BY, which bounds it anyway"""
 _ASK_AGAIN = 0.25
 """s between two looks at who holds the version, once everybody known has failed"""
+_LIES = 3
+"""wrong chunks after which a source is not asked again for this version: a wrong one costs a chunk, no more"""
 _LARGE = 2**20
 """bytes; the digest of more than this (0.7 ms) is computed in a thread"""
 
@@ -64,7 +63,8 @@ async def pull(
     A cancelled or failed pull leaves the verified chunks in the store: the next one for the same version goes on from
     there, and until then nobody else is told that the rest will come.
 
-    Raises PullFailed after ``by`` s, or at once when another version is begun in the store meanwhile.
+    Raises PullFailed after ``by`` s in which no chunk came, or at once when another version is begun in the store
+    meanwhile.
     """
     with store.awaiting(version):
         return await _Pull(store, version, sources, pipe, by, chunk_by, window, starved_by, pace or Pace()).run()
@@ -98,7 +98,7 @@ class _Pull:
         """times the usual patience: doubled whenever everybody has failed"""
         self._aside: set[str] = set()
         """addresses of sources"""
-        self._liars: set[str] = set()
+        self._lies: Counter[str] = Counter()
         self._told: dict[str, str] = {}
         self._missing: list[int] = []
         """a heap: in their order, so that who stands behind us gets them in theirs"""
@@ -122,35 +122,28 @@ class _Pull:
                     return holder
             if self._now() + _ASK_AGAIN > self._end:
                 told = "; ".join(f"{who}: {why}" for who, why in self._told.items())
-                raise PullFailed(f"{self._version} not complete after {self._by:g} s: {told or 'no holder was named'}")
+                raise PullFailed(f"{self._version}: nothing came for {self._by:g} s: {told or 'no holder was named'}")
             await asyncio.sleep(_ASK_AGAIN)
             self._patient = min(2 * self._patient, _MOST_PATIENT)
-            self._aside &= self._liars
+            self._aside = {source for source in self._aside if self._lies[source] >= _LIES}
 
     async def _manifest(self) -> Manifest:
         while True:
             holder = await self._source()
             silent_by = self._within(min(FIRST * self._patient, self._chunk_by))
             try:
-                async with asyncio.timeout(self._starving()):
-                    return await self._pipe.manifest(holder.serves, self._version, silent_by)
-            except TimeoutError:
-                self._put_aside(holder, _STARVED)
+                return await self._pipe.manifest(holder.serves, self._version, silent_by, self._starving())
             except PipeError as error:
                 self._put_aside(holder, str(error))
 
     async def _drain(self, manifest: Manifest, holder: Holder) -> None:
         """Fetch from one source until nothing is missing, or it has failed and nothing is written for it any more."""
-        checks: set[asyncio.Task[None]] = set()
+        flow = _Flow(holder)
         try:
-            async with asyncio.timeout(self._starving()) as starving:
-                flow = _Flow(holder, starving, checks)
-                lanes = min(self._window, len(self._missing))
-                await asyncio.gather(*(self._lane(manifest, flow) for _ in range(lanes)))
-        except TimeoutError:
-            self._put_aside(holder, _STARVED)
+            lanes = min(self._window, len(self._missing))
+            await asyncio.gather(*(self._lane(manifest, flow) for _ in range(lanes)))
         finally:
-            await asyncio.gather(*checks)
+            await asyncio.gather(*flow.checks)
 
     async def _lane(self, manifest: Manifest, flow: _Flow) -> None:
         """One chunk after the other; while one comes, the one before it is verified in a thread."""
@@ -162,7 +155,9 @@ class _Pull:
             asked = self._now()
             try:
                 into = self._store.span(self._version, index)
-                await self._pipe.fetch(flow.holder.serves, self._version, span, into, self._patience())
+                await self._pipe.fetch(
+                    flow.holder.serves, self._version, span, into, self._patience(), self._starving()
+                )
             except PipeError as error:
                 heapq.heappush(self._missing, index)
                 self._put_aside(flow.holder, str(error))
@@ -173,14 +168,14 @@ class _Pull:
             except BaseException:
                 heapq.heappush(self._missing, index)
                 raise
-            self._pace.took(flow.came(asked, self._now()))
-            if not flow.starving.expired():
-                flow.starving.reschedule(self._now() + self._starving())
-            if checking is not None:
-                await asyncio.wait([checking])
-            checking = asyncio.get_running_loop().create_task(self._check(index, chunk.nbytes, flow.holder))
-            flow.checks.add(checking)
+            now = self._now()
+            self._pace.took(flow.came(asked, now))
+            self._end = now + self._by
+            before, checking = checking, asyncio.create_task(self._check(index, chunk.nbytes, flow.holder))
+            flow.checks.add(checking)  # before anything is awaited: who is cancelled here has lost no chunk
             checking.add_done_callback(flow.checks.discard)
+            if before is not None:
+                await asyncio.wait([before])
         if checking is not None:
             await asyncio.wait([checking])
 
@@ -195,7 +190,7 @@ class _Pull:
             return
         if not good:
             heapq.heappush(self._missing, index)
-            self._liars.add(holder.serves)
+            self._lies[holder.serves] += 1
             self._put_aside(holder, f"wrong bytes in chunk {index}")
             self._pipe.hang_up(holder.serves)
 
@@ -209,22 +204,20 @@ class _Pull:
         return self._within(min(self._pace.patience() * self._patient, self._chunk_by))
 
     def _starving(self) -> float:
-        """s of which a source may only say that it is waiting itself."""
-        return self._within(self._starved_by)
+        """s for which a source may say that it is waiting itself."""
+        return self._within(self._starved_by * self._patient)
 
     def _within(self, seconds: float) -> float:
-        """No longer than until the pull's own end."""
+        """No longer than until the pull itself is given up."""
         return min(seconds, max(self._end - self._now(), _LAST))
 
 
 class _Flow:
     """What comes from one source."""
 
-    def __init__(self, holder: Holder, starving: asyncio.Timeout, checks: set[asyncio.Task[None]]) -> None:
+    def __init__(self, holder: Holder) -> None:
         self.holder = holder
-        self.starving = starving
-        """ends it, however alive the source is"""
-        self.checks = checks
+        self.checks: set[asyncio.Task[None]] = set()
         """chunks that are being verified"""
         self._last = 0.0
 

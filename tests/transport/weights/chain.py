@@ -15,8 +15,9 @@ from rrl.transport.messages import Holder
 from rrl.transport.weights.chains import sources
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pace import Pace
+from rrl.transport.weights.pipe import STARVED_BY
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import STARVED_BY, pull
+from rrl.transport.weights.swarm import pull
 
 LENGTH = 8
 LOOK = 0.002

@@ -15,7 +15,7 @@ from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pace import Pace
-from rrl.transport.weights.pipe import Pipe, PipeError, open_pipe
+from rrl.transport.weights.pipe import STARVED_BY, Pipe, PipeError, open_pipe
 from rrl.transport.weights.store import WeightStore
 
 PIPES_ENV = "RRL_TEST_PIPES"
@@ -88,9 +88,11 @@ class Spy:
         self.came: dict[str, int] = {}
         self.failed: dict[str, list[str]] = {}
 
-    async def fetch(self, at: str, version: Version, span: range, into: memoryview, by: float) -> None:
+    async def fetch(
+        self, at: str, version: Version, span: range, into: memoryview, by: float, starved_by: float = STARVED_BY
+    ) -> None:
         try:
-            await self.pipe.fetch(at, version, span, into, by)
+            await self.pipe.fetch(at, version, span, into, by, starved_by)
         except PipeError as error:
             self.failed.setdefault(at, []).append(str(error))
             raise
@@ -100,8 +102,8 @@ class Spy:
     async def serve(self, store: WeightStore, host: str) -> str:
         return await self.pipe.serve(store, host)
 
-    async def manifest(self, at: str, version: Version, by: float) -> Manifest:
-        return await self.pipe.manifest(at, version, by)
+    async def manifest(self, at: str, version: Version, by: float, starved_by: float = STARVED_BY) -> Manifest:
+        return await self.pipe.manifest(at, version, by, starved_by)
 
     def hang_up(self, at: str) -> None:
         self.pipe.hang_up(at)

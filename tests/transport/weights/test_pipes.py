@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from rrl.tests.transport.weights.piping import (
 )
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
-from rrl.transport.weights import calls
+from rrl.transport.weights import calls, swarm
 from rrl.transport.weights import pipe as pipes
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pace import Pace
@@ -312,6 +313,72 @@ def test_a_lying_source_is_refused_and_put_aside(kind: str, run: Run) -> None:
             await pull(mine, VERSION, lambda: [holder(lies), holder(other)], spy, pace=calm())
             assert complete(mine)
             assert spy.came[lies] + spy.came[other] == missing + 1  # chunk 5 twice, nothing else
+
+    run(test())
+
+
+def test_an_only_source_that_lied_once_is_asked_again(kind: str, run: Run) -> None:
+    class LiesOnce(WeightStore):
+        lied = False
+
+        def read(self, version: Version, span: range, reader: object) -> memoryview:
+            data = super().read(version, span, reader)
+            if self.lied or span.start != 5 * CHUNK:
+                return data
+            self.lied = True
+            false = bytearray(data)
+            false[7] ^= 1
+            return memoryview(false)
+
+    async def test() -> None:
+        source, mine, flat = LiesOnce(), WeightStore(), content(SIZE)
+        source.offer(described(VERSION, flat, SECRET, CHUNK), flat)
+        async with served(kind, source) as at, piped(kind) as pipe:
+            await pull(mine, VERSION, lambda: [holder(at)], pipe, pace=calm())
+            assert source.lied
+            assert complete(mine)
+
+    run(test())
+
+
+def test_a_slow_source_is_kept_as_long_as_it_gives(kind: str, run: Run) -> None:
+    """However long the whole version takes, and each chunk: patience is with silence."""
+
+    class Slow(Spy):
+        one_at_a_time = asyncio.Lock()
+
+        async def fetch(self, *asked: Any, **more: Any) -> None:
+            async with self.one_at_a_time:
+                await asyncio.sleep(0.2)
+            await super().fetch(*asked, **more)
+
+    async def test() -> None:
+        mine = WeightStore()
+        async with served(kind, holding()) as at, piped(kind) as pipe:
+            await pull(mine, VERSION, lambda: [holder(at)], Slow(pipe), by=2.0, starved_by=0.05, pace=calm())
+            assert complete(mine)
+
+    run(test())
+
+
+def test_a_receiver_whose_verifying_takes_long_loses_no_chunk(
+    kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(WeightStore):
+        accepted = 0
+
+        def accept(self, version: Version, index: int) -> bool:
+            self.accepted += 1
+            if self.accepted == 3:
+                time.sleep(0.6)
+            return super().accept(version, index)
+
+    async def test() -> None:
+        monkeypatch.setattr(swarm, "_LARGE", 1)  # in threads
+        mine = Slow()
+        async with served(kind, holding()) as at, piped(kind) as pipe:
+            await pull(mine, VERSION, lambda: [holder(at)], pipe, starved_by=0.3, pace=calm())
+            assert complete(mine)
 
     run(test())
 

@@ -286,6 +286,21 @@ def test_a_version_that_is_being_read_stays_and_the_one_after_it_makes_room(monk
     assert store.versions() == (V3, Version(4, 1))
 
 
+def test_a_version_stays_while_a_part_of_it_is_being_sent_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stores, "IDLE", 0.0)
+    store = WeightStore()
+    store.offer(*made(V1))
+    store.read(V1, range(300), "slow")
+    store.offer(*made(V2))
+    store.offer(*made(V3))
+    assert store.versions() == (V1, V3)
+    store.sent("slow")
+    store.offer(*made(Version(4, 1)))
+    assert store.versions() == (V3, Version(4, 1))
+
+
 @pytest.mark.parametrize("why", ["left", "idle", "slow"])
 def test_a_reader_that_has_left_or_takes_too_long_keeps_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "IDLE", 0.0 if why == "idle" else SOON)
@@ -295,6 +310,8 @@ def test_a_reader_that_has_left_or_takes_too_long_keeps_nothing(why: str, monkey
     store.read(V1, range(300), "a")
     if why == "left":
         store.left("a")
+    if why == "idle":
+        store.sent("a")
     store.offer(*made(V2))
     store.offer(*made(V3))
     assert store.versions() == (V2, V3)

@@ -21,6 +21,7 @@ from rrl.transport.weights import pipe as pipes
 from rrl.transport.weights import swarm, tcp, ucx
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pace import Pace
+from rrl.transport.weights.pipe import STARVED_BY
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.swarm import PullFailed
 
@@ -120,10 +121,11 @@ def test_who_comes_late_takes_nothing_from_the_publisher(kind: str, run: Run) ->
                 manifest = late.spy.pipe.manifest
 
                 async def noted(
-                    at: str, version: Version, by: float, asked: list[str] = asked, ask: object = manifest
-                ) -> Manifest:
+                    at: str, version: Version, by: float, starved_by: float = STARVED_BY, asked: list[str] = asked,
+                    ask: object = manifest,
+                ) -> Manifest:  # fmt: skip
                     asked.append(at)
-                    return await ask(at, version, by)  # type: ignore[operator, no-any-return]
+                    return await ask(at, version, by, starved_by)  # type: ignore[operator, no-any-return]
 
                 late.spy.pipe.manifest = noted  # type: ignore[method-assign]
                 await late.pull(lambda others=others: others, pace=calm())  # type: ignore[misc]
