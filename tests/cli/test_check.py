@@ -10,6 +10,7 @@ import pytest
 
 from rrl.cli import app
 from rrl.spec.rundir import RUNS_ENV
+from rrl.tests.lab import model_folders
 from rrl.tests.spec.jobs import JOB
 from rrl.transport.weights.pipe import PACKAGES
 
@@ -166,23 +167,12 @@ def test_folders_of_the_environment_that_only_nodes_may_have_are_warned_of(
 
 
 # ── [model] path ───────────────────────────────────────────────────────────────────────────────────────────────────
-def _folder(folder: Path) -> Path:
-    folder.mkdir()
-    for name, content in {
-        "config.json": '{"max_position_embeddings": 128, "vocab_size": 3, "eos_token_id": 0}',
-        "model.safetensors": "\x02\0\0\0\0\0\0\0{}", "tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 2}}}',
-        "tokenizer_config.json": '{"chat_template": "x"}',
-    }.items():  # fmt: skip
-        (folder / name).write_text(content)
-    return folder
-
-
 def _with_model(more: str = "") -> str:
     return JOB.replace('[model.tokenizer]\npieces = "0123456789+= "\n', f'[model]\npath = "m"\nchat = true\n{more}')
 
 
 def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = _folder(site.job.parent / "m")
+    folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model())
     assert app.run(["check", str(site.job)]) == 0
     assert f'path = "{folder}"' in capsys.readouterr().out
@@ -193,8 +183,8 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
         ("config.json", '{"a": 1}', f"10: model.path: {folder}/config.json does not say how long a text may be"
          " (max_position_embeddings); write max_length"),
         ("config.json", "{", f"10: model.path: {folder}/config.json cannot be read: "),
-        ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt: the model of path"
-         " takes 5 tokens in all; lower it"),
+        ("config.json", '{"n_ctx": 5, "eos_token_id": 0}', "sampling.max_new_tokens: 5 leaves no room for a prompt:"
+         " the model of path takes 5 tokens in all; lower it"),
         ("config.json", None, f"10: model.path: {str(folder)!r} has no config.json; name a folder that save_pretrained"
          " of transformers made of a model"),
     ]:  # fmt: skip
@@ -234,7 +224,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
 def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
     site: Site, name: str, content: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = _folder(site.job.parent / "m")
+    folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model("max_length = 64\n"))
     assert app.run(["check", str(site.job)]) == 0
     capsys.readouterr()

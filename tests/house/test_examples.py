@@ -9,6 +9,7 @@ from rrl.cli import app
 from rrl.examples.qwen3_8b import dapo_math
 from rrl.examples.smollm2 import make_model
 from rrl.spec.load import load_job
+from rrl.tests.lab import model_folders
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name != "pyproject.toml")
@@ -38,10 +39,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(commands))
     monkeypatch.setenv("HOME", str(home))
-    folder = make_model.FOLDER.expanduser()
-    folder.mkdir(parents=True)
-    for name in (*make_model.COMPLETE, "chat_template.jinja"):
-        (folder / name).write_text(json.dumps({"max_position_embeddings": 8192}))
+    model_folders.make(make_model.FOLDER.expanduser())
 
 
 @pytest.mark.usefixtures("site")
