@@ -3,6 +3,7 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
 EXTRAS := dev,torch,ucx,nixl
+WORKERS ?= 2
 VLLM := .venv-vllm/bin
 
 .PHONY: setup setup-vllm smollm2 demo demo-slurm test test-vllm test-long test-slurm-versions slurm check bench clean soak
@@ -45,7 +46,8 @@ demo-slurm: slurm
 # Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
 test: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slurm and not long and not vllm'
+	$(BIN)/python -m pytest -m 'slurm and not long'
 
 # The tests that need vLLM, on CPU.
 test-vllm: setup-vllm

@@ -10,6 +10,7 @@ import pytest
 from rrl.tests.lab import netns
 from rrl.tests.lab.slurm import SlurmLab, missing
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: what goes to no terminal is as wide as it is
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}

@@ -10,7 +10,7 @@ from rrl.tests.roles.trainer.stage import ENDS_BY, nursery
 
 pytestmark = pytest.mark.torch
 
-_BESIDE = 0.25
+_BESIDE = 0.35
 """of the model that a process may need beside the version; a second copy would be half of it (bfloat16) or all"""
 
 
