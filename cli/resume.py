@@ -25,6 +25,8 @@ from rrl.spec.write import as_toml
 
 FIXED = ("run.name", "run.seed", "cluster.kind", "model", "task")
 """Keys of job.toml that cannot change: what was trained and stored would be of something else."""
+FREE = ("max_length",)
+"""keys in these tables that can"""
 
 
 def resume(
@@ -123,5 +125,5 @@ def _at(job: dict[str, Any], key: str) -> Any:
 def _same(before: Any, after: Any) -> bool:
     """A key that an earlier rrl did not have yet makes no difference."""
     if isinstance(before, dict) and isinstance(after, dict):
-        return all(_same(value, after.get(key)) for key, value in before.items())
+        return all(_same(value, after.get(key)) for key, value in before.items() if key not in FREE)
     return bool(before == after)

@@ -198,6 +198,16 @@ def test_another_job_is_refused(
     assert told == f"rrl: {ended.job}: {key} is not that of {RUN}; to change it start a new run\n"
 
 
+def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
+    """A prompt that does not fit can have been what ended it."""
+    longer = "[model]\nmax_length = 50\n[model.tokenizer]"
+    ended.job.write_text(ended.job.read_text().replace("[model.tokenizer]", longer))
+    assert app.run(["resume", RUN, "--steps", "50", "--job", str(ended.job)]) == 0
+    model = load_job(ended.run.job_toml).model
+    assert model is not None
+    assert model.max_length == 50
+
+
 def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
     ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
