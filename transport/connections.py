@@ -7,6 +7,7 @@ import ctypes
 import os
 import socket
 import struct
+from collections.abc import Iterator
 
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 """``tcpi_bytes_received`` in ``struct tcp_info`` (linux/tcp.h, since 4.1)"""
@@ -25,15 +26,14 @@ def listening() -> frozenset[int]:
 def deaf(port: int, silent: bool) -> None:
     """Have the kernel drop whatever comes to our listening ``port``, or no longer. Connections that are there already
     are not touched. Raises OSError."""
-    for fd, at, listens in _sockets():
-        if listens and at == port:
-            with _borrowed(fd) as listener:
-                if silent:
-                    drop = ctypes.create_string_buffer(_RETURN_0)
-                    program = struct.pack("@HP", 1, ctypes.addressof(drop))
-                    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-                else:
-                    listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+    for _, one in _borrowed_all():  # looked at and told in one: its descriptor may be somebody else's a moment later
+        if one.getsockname()[1] == port and _listens(one):
+            if silent:
+                drop = ctypes.create_string_buffer(_RETURN_0)
+                program = struct.pack("@HP", 1, ctypes.addressof(drop))
+                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            else:
+                one.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 def accepted(ports: frozenset[int]) -> dict[int, int]:
@@ -41,14 +41,14 @@ def accepted(ports: frozenset[int]) -> dict[int, int]:
     return {fd: port for fd, port, listens in _sockets() if not listens and port in ports}
 
 
-def received(fd: int) -> int:
-    """Bytes that have come over the connection; 0 where the kernel does not tell."""
+def received(fd: int) -> int | None:
+    """Bytes that have come over the connection; None where the kernel does not tell, or it is none any more."""
     try:
         with _borrowed(fd) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
             return int(_BYTES_RECEIVED.unpack(info)[0])
     except (OSError, struct.error):
-        return 0
+        return None
 
 
 def shut(fd: int, port: int) -> bool:
@@ -64,14 +64,20 @@ def shut(fd: int, port: int) -> bool:
 
 def _sockets() -> list[tuple[int, int, bool]]:
     """(descriptor, local port, does it listen) of every TCP socket of this process."""
-    found = []
+    return [(fd, int(one.getsockname()[1]), _listens(one)) for fd, one in _borrowed_all()]
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _borrowed_all() -> Iterator[tuple[int, socket.socket]]:
+    """Every TCP socket of this process and its descriptor; borrowed until the next one is asked for."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # no socket, or closed meanwhile
             with _borrowed(int(name)) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                    listens = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-                    found.append((int(name), int(one.getsockname()[1]), listens))
-    return found
+                    yield int(name), one
 
 
 def _borrowed(fd: int) -> socket.socket:

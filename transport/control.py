@@ -264,7 +264,7 @@ class Dialer:
         try:
             async with asyncio.timeout(by):
                 while not (await asyncio.wait((entry.answer,), timeout=again))[0]:
-                    if entry.sent and self._greeted and all(ask != other for other, _ in self._waiting):
+                    if self._greeted and all(ask != other for other, _ in self._waiting):
                         self._put(ask, message)
                         again = again and 2 * again
                 return entry.answer.result()

@@ -79,7 +79,7 @@ class Gate:
         self._proved = [seen for seen in self._proved if seen > oldest]
         if (surplus := len(self._young) - len(self._proved) - STRANGERS) <= 0:
             return
-        suspects = sorted(self._young, key=lambda fd: (received(fd) >= HANDSHAKE_BYTES, self._young[fd]))
+        suspects = sorted(self._young, key=lambda fd: ((received(fd) or 0) >= HANDSHAKE_BYTES, self._young[fd]))
         for fd in suspects[:surplus]:
             del self._young[fd]
             self.cut += shut(fd, self._port)

@@ -159,6 +159,36 @@ def test_an_ask_without_an_answer_times_out() -> None:
     run(test())
 
 
+def test_an_ask_that_is_said_again_is_the_same_ask_and_a_late_answer_to_it_counts() -> None:
+    async def test() -> None:
+        async with listening() as listener, dialling(lambda: listener.address) as dialer:
+            asked = asyncio.create_task(dialer.ask(Ping(1), SOON, again=0.05))
+            got = [await receive(listener) for _ in range(3)]
+            assert {incoming.ask for incoming in got} == {got[0].ask}
+            await listener.send(got[0].peer, Pong(1), got[0].ask)
+            assert await asked == Pong(1)
+
+    run(test())
+
+
+def test_an_ask_that_nobody_takes_is_kept_once() -> None:
+    async def test() -> None:
+        async with listening() as listener:
+            ready = threading.Event()
+            find = lambda: listener.address if ready.is_set() else None  # noqa: E731
+            async with dialling(find) as dialer:
+                asked = asyncio.create_task(dialer.ask(Ping(1), SOON, again=0.01))
+                await asyncio.sleep(0.1)
+                assert len(dialer._waiting) == 1
+                ready.set()
+                dialer.look()
+                incoming = await receive(listener)
+                await listener.send(incoming.peer, Pong(1), incoming.ask)
+                assert await asked == Pong(1)
+
+    run(test())
+
+
 def test_closing_the_dialer_fails_its_open_asks_and_says_the_last_words() -> None:
     async def test() -> None:
         async with listening() as listener:

@@ -215,7 +215,7 @@ class _NixlLine:
 
     def _unmet(self, meeting: Future[Remote]) -> None:
         if not meeting.cancelled() and meeting.exception() is None:
-            self._nixl.reads.leave(meeting.result())
+            self._nixl.leave(meeting.result())
 
     # ── frames and threads ─────────────────────────────────────────────────────────────────────────────────────────
     async def _write(self, kind: int, nbytes: int, data: bytes) -> None:
@@ -232,11 +232,12 @@ class _NixlLine:
         return bytes(buffer)
 
     async def _until(self, work: Future[T]) -> T:
-        """What the thread returns, unless this line is aborted before: then it cleans up behind itself."""
+        """What the thread returns, unless this line is aborted before the caller has it: then who asked for it cleans
+        up, for the abort has done so already for all that the line had."""
         waiting = asyncio.wrap_future(work)
         both: tuple[asyncio.Future[Any], ...] = waiting, self._aborted
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
+        if self._claim.gone or not waiting.done():
             waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise PipeError("the connection was aborted")
         return waiting.result()
@@ -253,7 +254,7 @@ class NixlPipe:
 
     def __init__(self, secret: bytes) -> None:
         if package("nixl") is None:
-            raise ImportError("the nixl pipe needs NIXL: pip install 'rrl-slurm[nixl]'")
+            raise ImportError("the nixl pipe needs NIXL: pip install '.[nixl]' in rrl's clone")
         self._secret = secret
         self._threads = ThreadPoolExecutor(_THREADS, "nixl")
         self._calls = calls = Calls(self._dial, secret)

@@ -40,6 +40,10 @@ SETTINGS = {
     "NIXL_LOG_LEVEL": "FATAL",  # and of every read that it had not answered
 }
 """Set before NIXL starts, unless the environment says otherwise."""
+_FRAGMENT_BYTES = 2**18
+"""of a slot, read one after the other. Over TCP the holder's UCX answers, in segments of UCX_TCP_TX_SEG_SIZE: where one
+of them meets a connection whose other end was killed, the next one ends the whole process ("Fatal: unexpected error:
+Endpoint timeout"; docs/rdma.md). So an answer is to be one segment, and one read of a line under way"""
 _PROGRESS_US = 10_000
 """us; NIXL's thread sleeps until UCX wakes it, or for so long: idle it takes 0.7 % of a core (of 0, its default: 66)"""
 _POLL, _POLL_MOST = 50e-6, 1e-3
@@ -78,7 +82,8 @@ class Claim:
 
 
 class Remote:
-    """Somebody whose slots can be read. ``users``: lines to it, and reads that nobody waits for any more."""
+    """Somebody whose slots can be read. ``users``: lines to it, and reads from it that have not ended. NIXL forgets it
+    with the last of them: of a read whose remote it has forgotten it says that there is none, and goes on writing."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -94,15 +99,16 @@ class Reads:
     def __init__(self) -> None:
         name = package("nixl")
         if name is None:
-            raise ImportError("the nixl pipe needs NIXL: pip install 'rrl-slurm[nixl]'")
+            raise ImportError("the nixl pipe needs NIXL: pip install '.[nixl]' in rrl's clone")
         for key, value in SETTINGS.items():
             os.environ.setdefault(key, value)
         self._nixl: Any = importlib.import_module(f"{name}._bindings")
         self.name = os.urandom(8).hex().encode()
         """random: a process that was started again is somebody else, and nobody has to forget its former life first"""
         self._lock = threading.Lock()
+        """over slots, counts of users and stalled reads; NIXL is never called with it held"""
         self._slow = threading.Lock()
-        """over calls of NIXL that may block: never taken by who must not wait"""
+        """over remotes, and over calls of NIXL that may block: never taken by who must not wait. Taken before _lock"""
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
         self._remotes: dict[bytes, Remote] = {}
@@ -166,13 +172,18 @@ class Reads:
             if self._call(self._agent.loadRemoteMD, told) != name:
                 raise PipeError("what NIXL was told is of somebody else")
             remote = self._remotes.setdefault(name, Remote(name))
-            remote.users += 1
+            with self._lock:
+                remote.users += 1
             return remote
 
     def leave(self, remote: Remote) -> None:
-        with self._slow:
+        """Once for each time that it was met. May block."""
+        with self._lock:
             remote.users -= 1
-            if not remote.users:
+            if remote.users:
+                return
+        with self._slow:  # it may have been met again meanwhile, or forgotten: by who met and left it in between
+            if not remote.users and self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
                 try:
                     self._call(self._agent.invalidateRemoteMD, remote.name.decode())
@@ -181,26 +192,49 @@ class Reads:
 
     def land(self, remote: Remote, address: int, into: memoryview, claim: Claim) -> None:
         """Read what lies at ``address`` of ``remote``, and copy it ``into`` where it belongs unless the ``claim`` on
-        that was given up. Raises PipeError."""
+        that was given up. Raises PipeError, also when everybody has left it."""
         slot = self._take()
         try:
-            here, there = self._piece(slot.address, into.nbytes), self._piece(address, into.nbytes)
-            read = self._call(self._agent.createXferReq, self._nixl.NIXL_READ, here, there, remote.name.decode())
+            self._use(remote)
         except PipeError:
             self.give_back(slot)
             raise
-        outcome = self._wait(read, claim)
-        if outcome is None:
-            with self._slow:
-                remote.users += 1
-            with self._lock:
-                self._stalled.append((read, slot, remote))
-            return
+        outcome: str | None = ""
+        for at in range(0, into.nbytes, _FRAGMENT_BYTES):
+            if claim.gone:
+                break
+            nbytes = min(_FRAGMENT_BYTES, into.nbytes - at)
+            try:
+                read = self._begin(remote, address + at, slot.address + at, nbytes)
+            except PipeError as error:
+                outcome = str(error)
+                break
+            outcome = self._wait(read, claim)
+            if outcome is None:
+                with self._lock:
+                    self._stalled.append((read, slot, remote))
+                return
+            self._release(read)
+            if outcome:
+                break
         if not outcome:
             claim.copy(slot.view[: into.nbytes], into)
-        self._end(read, slot)
+        self.give_back(slot)
+        self.leave(remote)
         if outcome:
             raise PipeError(outcome)
+
+    def _use(self, remote: Remote) -> None:
+        """From here on the read is a user of its remote: whose line is aborted leaves it while the read goes on."""
+        with self._lock:
+            if not remote.users:
+                raise PipeError("the connection was aborted")
+            remote.users += 1
+
+    def _begin(self, remote: Remote, address: int, into: int, nbytes: int) -> int:
+        here, there = self._piece(into, nbytes), self._piece(address, nbytes)
+        read: int = self._call(self._agent.createXferReq, self._nixl.NIXL_READ, here, there, remote.name.decode())
+        return read
 
     def _wait(self, read: int, claim: Claim) -> str | None:
         """Empty when the bytes are in, else why they are not; None when it was given up and goes on."""
@@ -227,15 +261,15 @@ class Reads:
                 with self._lock:
                     self._stalled.append((read, slot, remote))
             else:
-                self._end(read, slot)
+                self._release(read)
+                self.give_back(slot)
                 self.leave(remote)
 
-    def _end(self, read: int, slot: Slot) -> None:
+    def _release(self, read: int) -> None:
         try:
             self._call(self._agent.releaseXferReq, read)
         except PipeError as error:
             _log.debug("NIXL does not release a read that has ended: %s", error)
-        self.give_back(slot)
 
     # ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _take(self) -> Slot:

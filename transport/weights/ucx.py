@@ -81,7 +81,7 @@ class _Runtime:
                     import ucxx  # noqa: F401
                     from ucxx._lib_async.application_context import ApplicationContext
                 except ImportError as error:
-                    raise ImportError(f"the ucx pipe needs ucxx: pip install 'rrl-slurm[ucx]' ({error})") from error
+                    raise ImportError("the ucx pipe needs ucxx: pip install '.[ucx]' in rrl's clone") from error
                 before = listening()
                 self._context = ApplicationContext(progress_mode="thread", enable_python_future=True)
                 self.ports = listening() - before

@@ -26,7 +26,7 @@ async def cut_off_the_silent(ports: frozenset[int]) -> None:
     seen: dict[tuple[int, int], float] = {}
     while True:
         now = asyncio.get_running_loop().time()
-        silent = [each for each in accepted(ports).items() if received(each[0]) < HELLO_BYTES]
+        silent = [each for each in accepted(ports).items() if _silent(each[0])]
         seen = {each: seen.get(each, now) for each in silent}  # (a descriptor, whose port it is at) → since when
         oldest_first = sorted(seen, key=lambda each: seen[each])
         surplus = max(0, len(seen) - SILENT)
@@ -34,3 +34,8 @@ async def cut_off_the_silent(ports: frozenset[int]) -> None:
             if number < surplus or now - seen[each] >= SILENT_FOR:
                 shut(*each)
         await asyncio.sleep(_LOOK)
+
+
+def _silent(fd: int) -> bool:
+    said = received(fd)
+    return said is not None and said < HELLO_BYTES  # of whom nobody can tell: it may be a member, and is left alone

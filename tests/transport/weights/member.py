@@ -1,10 +1,10 @@
 """One process of the weight plane, told what to do by whoever holds the other end of its socket: for the torture test
 and for benchmarks/weights.py.
 
-It publishes and it follows the newest version as a role does (:mod:`rrl.roles.link`), without a manager: the driver
-says who is there. ``python -m rrl.tests.transport.weights.member FD UCX`` is a nursery: it imports everything once, and
-forks a member for each socket that it is handed, so that a restart costs what it costs from the imports on. All of them
-die with whoever started the nursery, stopped or not.
+It publishes, and follows the newest version by what a role has for that (:class:`rrl.roles.link.Link`), without a
+manager: the driver says who is there. ``python -m rrl.tests.transport.weights.member FD UCX`` is a nursery: it imports
+everything once, and forks a member for each socket that it is handed, so that a restart costs what it costs from the
+imports on. All of them die with whoever started the nursery, stopped or not.
 
 What a version contains follows from its number, so that whoever holds it can check every byte without having been told.
 """
@@ -20,14 +20,16 @@ import socket
 import sys
 import time
 import traceback
-from functools import partial
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
-from rrl.roles.link import DROPPED
-from rrl.spec.words import Version
+from rrl.roles.link import Link
+from rrl.spec.launch import Launch
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import NodeName, Version
 from rrl.tests.transport.weights.orders import (
     LINE,
     Check,
@@ -50,13 +52,12 @@ from rrl.tests.transport.weights.orders import (
     Usage,
 )
 from rrl.tests.transport.weights.source import content
-from rrl.transport.messages import Holder
-from rrl.transport.weights.chains import sources
+from rrl.transport import messages as msg
+from rrl.transport.keys import RunKeys
 from rrl.transport.weights.manifest import Describing
-from rrl.transport.weights.pace import Pace
 from rrl.transport.weights.pipe import Pipe, open_pipe
 from rrl.transport.weights.store import Held, WeightStore
-from rrl.transport.weights.swarm import PullFailed, pull
+from rrl.transport.weights.swarm import PullFailed
 from rrl.transport.weights.ucx import SETTINGS
 
 SEEDS = 199
@@ -101,15 +102,48 @@ class _Store(WeightStore):
         return good
 
 
+class _Link(Link):
+    """A role's, of which nothing runs but what follows the newest version. What the manager says is put in its ear, and
+    what it would tell the manager is told to others here."""
+
+    def __init__(
+        self, start: Start, store: WeightStore, holds: Callable[[Version], None], dropped: Callable[[Failed], None]
+    ) -> None:
+        launch = Launch("", "", start.life, NodeName(""), (), {}, "", 0, dies_with_launcher=False)
+        keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
+        transport = {"chunk_deadline": start.chunk_by, "chain": start.chain}
+        super().__init__(launch, RunDir(Path()), keys, 1.0, transport)
+        self._loop.close()  # a role's runs in a thread of its own
+        self.weights = store
+        self._holds, self._dropped = holds, dropped
+        self._heard = 0
+
+    def hear(self, told: Peers) -> None:
+        self._heard += 1
+        self._hear_peers(msg.Peers(1, self._heard, {}, told.newest, told.holders))
+
+    def holds(self, version: Version) -> None:
+        self._holds(version)
+
+    def _sources(self, version: Version, direct: bool) -> tuple[msg.Holder, ...]:
+        try:
+            return super()._sources(version, direct)
+        except PullFailed as error:
+            self._dropped(Failed(version, str(error)))
+            raise
+
+
 class _Member:
     def __init__(self, start: Start, pipe: Pipe, writer: asyncio.StreamWriter) -> None:
         self._start, self._pipe, self._writer = start, pipe, writer
         self._secret = bytes.fromhex(start.secret)
         self.store = _Store()
-        self._peers = Peers(None, ())
-        self._told = 0.0
-        self._changed = asyncio.Event()
-        self.following = asyncio.create_task(self._follow())
+        self._told: dict[Version, float] = {}
+        """when it heard of those that are newer than what it has"""
+        self._checking = asyncio.Lock()
+        self._telling: set[asyncio.Task[None]] = set()
+        self._link = _Link(start, self.store, self._holds, self.say)
+        self.following = asyncio.create_task(self._link._follow(pipe))
         self.following.add_done_callback(_loud)
 
     def say(self, report: Report) -> None:
@@ -118,10 +152,9 @@ class _Member:
     async def do(self, command: Command) -> None:
         match command:
             case Peers():
-                if command.newest != self._peers.newest:
-                    self._told = time.monotonic()
-                self._peers = command
-                self._changed.set()
+                if command.newest is not None:
+                    self._told.setdefault(command.newest, time.monotonic())
+                self._link.hear(command)
             case Publish():
                 self.say(await asyncio.to_thread(self._publish, command))
             case Check():
@@ -129,7 +162,8 @@ class _Member:
                 good = held is not None and await asyncio.to_thread(right, held, self._start.nbytes)
                 self.say(Checked(held.manifest.version if held else None, good))
             case Forget():
-                self._peers = Peers(None, ())
+                self._link.hear(Peers(None, ()))
+                self._told.clear()
                 for version in self.store.versions():
                     self.store.discard(version)
                 if command.memory:
@@ -171,36 +205,23 @@ class _Member:
         await self._pipe.manifest(command.at, command.version, 10.0)
         return time.monotonic() - began
 
-    async def _follow(self) -> None:
-        """Bring every newest version here, one after another, as :mod:`rrl.roles.link` does."""
-        pace, dropped = Pace(), 0
-        while True:
-            self._changed.clear()
-            newest, held = self._peers.newest, self.store.current()
-            if newest is None or (held is not None and held.manifest.version >= newest):
-                await self._changed.wait()
-                continue
-            told, ask = self._told, partial(self._sources, newest, dropped >= DROPPED)
-            try:
-                await pull(self.store, newest, ask, self._pipe, chunk_by=self._start.chunk_by, pace=pace)
-            except PullFailed as error:
-                dropped += 1
-                self.say(Failed(newest, str(error)))
-                continue
-            dropped = 0
-            await self._tell(told, time.monotonic())
-
-    def _sources(self, version: Version, direct: bool) -> tuple[Holder, ...]:
-        if self._peers.newest is None or self._peers.newest > version:
-            raise PullFailed(f"{version} is superseded")
-        return sources(self._start.life.replica, self._peers.holders, version, self._start.chain, direct)
-
-    async def _tell(self, told: float, at: float) -> None:
-        held = self.store.current()
+    def _holds(self, version: Version) -> None:
+        held, at = self.store.current(), time.monotonic()
         assert held is not None
-        version = held.manifest.version
-        good = await asyncio.to_thread(right, held, self._start.nbytes) if self._start.check else None
-        self.say(Committed(version, told, self.store.first.get(version, at), at, good))
+        committed = Committed(version, self._told.get(version, at), self.store.first.get(version, at), at, None)
+        self._told = {newer: told for newer, told in self._told.items() if newer > version}
+        telling = asyncio.create_task(self._tell(committed, held))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+        telling.add_done_callback(_loud)
+
+    async def _tell(self, committed: Committed, held: Held) -> None:
+        async with self._checking:  # one after the other, in their order
+            if self._start.check:
+                good = held.manifest.version == committed.version
+                good = good and await asyncio.to_thread(right, held, self._start.nbytes)
+                committed = msgspec.structs.replace(committed, right=good)
+            self.say(committed)
 
 
 def usage(store: WeightStore) -> Usage:
@@ -226,8 +247,8 @@ async def _live(control: socket.socket, born: float) -> None:
 
 
 def _loud(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        traceback.print_exception(task.exception())
+    if not task.cancelled() and (error := task.exception()) is not None:
+        traceback.print_exception(error)
         os._exit(1)
 
 

@@ -28,14 +28,17 @@ T = TypeVar("T")
 
 class Nursery:
     """A process that forks members; ``inside`` begins its command line, to start it in another network namespace:
-    there UCX is kept to TCP, for it sees that they all are one machine, and would go through memory."""
+    there UCX is kept to TCP, for it sees that they all are one machine, and would go through memory. So it is for nixl
+    wherever its members are: through memory a read is over within the call that begins it, and nothing can happen to
+    it."""
 
     def __init__(self, kind: str, inside: tuple[str, ...] = ()) -> None:
         self.kind = kind
         self._control, theirs = socket.socketpair()
         with theirs:
             argv = (*inside, sys.executable, "-m", "rrl.tests.transport.weights.member", str(theirs.fileno()), kind)
-            env = os.environ | ({"UCX_TLS": "tcp"} if inside else {})
+            tls = {"UCX_TLS": "tcp,self"} if kind == "nixl" else {"UCX_TLS": "tcp"} if inside else {}
+            env = os.environ | tls
             self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
         self._control.settimeout(SOON)
         if self._control.recv(1) != b"\n":

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -83,6 +84,11 @@ def refused(reads: Reads, remote: Remote, address: int) -> bool:
     return False
 
 
+def came(slot: nixl_reads.Slot) -> bool:
+    """The fragment that was under way when its read was given up."""
+    return slot.view[: nixl_reads._FRAGMENT_BYTES] == content(nixl_reads._FRAGMENT_BYTES)
+
+
 def test_a_read_that_was_given_up_keeps_its_slot_until_it_has_ended(reads: Reads) -> None:
     with other() as stopped:
         remote = reads.meet(stopped.name, stopped.told)
@@ -106,9 +112,103 @@ def test_a_read_that_was_given_up_keeps_its_slot_until_it_has_ended(reads: Reads
             return reads._slots[0] in reads._free
 
         until(swept)
-        assert reads._slots[0].view == content(SLOT_BYTES)  # it went on, and went where nobody else looks
+        assert came(reads._slots[0])  # it went on, and went where nobody else looks
         assert into == bytes(SLOT_BYTES)
         assert reads._remotes == {}
+
+
+class Landing:
+    """A thread that reads from a peer that stands still, and looks at its read once; then it sleeps until it is to go
+    on."""
+
+    def __init__(self, reads: Reads, remote: Remote, address: int) -> None:
+        self.looked, self.goes_on = threading.Event(), threading.Event()
+        self.claim = Claim()
+        self.into = memoryview(bytearray(SLOT_BYTES))
+        self._look = reads._look
+        reads._look = self._look_once  # type: ignore[method-assign]
+        self.thread = threading.Thread(target=reads.land, args=(remote, address, self.into, self.claim))
+        self.thread.start()
+        assert self.looked.wait(SOON)
+
+    def _look_once(self, ask: Callable[[int], Any], read: int) -> str | None:
+        assert not self.looked.is_set() or self.goes_on.wait(SOON)
+        outcome = self._look(ask, read)
+        self.looked.set()
+        return outcome
+
+
+@contextmanager
+def stopped(reads: Reads) -> Iterator[tuple[Other, Remote, Landing]]:
+    with other() as still:
+        remote = reads.meet(still.name, still.told)
+        os.kill(still.pid, signal.SIGSTOP)
+        landing = Landing(reads, remote, still.address)
+        try:
+            yield still, remote, landing
+        finally:
+            landing.claim.give_up()
+            landing.goes_on.set()
+            landing.thread.join(SOON)
+        assert landing.into == bytes(SLOT_BYTES)
+
+
+def swept(reads: Reads) -> bool:
+    reads._sweep()
+    return not reads._stalled
+
+
+def test_a_line_that_is_given_up_before_its_read_looks_again_leaves_the_slot_to_the_read(reads: Reads) -> None:
+    """The order in which a line does it: it leaves its peer while the thread that reads sleeps between two looks."""
+    with stopped(reads) as (still, remote, landing):
+        landing.claim.give_up()
+        reads.leave(remote)
+        landing.goes_on.set()
+        landing.thread.join(SOON)
+        assert not landing.thread.is_alive()
+        slot = reads._take()
+        os.kill(still.pid, signal.SIGCONT)
+        until(lambda: came(reads._slots[0]))
+        until(lambda: swept(reads))
+        assert slot is not reads._slots[0]
+        assert slot.view == bytes(SLOT_BYTES)
+        assert reads._free == [reads._slots[0]]
+        assert (reads._remotes, remote.users) == ({}, 0)
+
+
+def test_a_line_that_is_given_up_while_nixl_is_busy_costs_nobody_else_anything(reads: Reads) -> None:
+    """It leaves its peer behind a registration that takes long; the thread that reads goes on meanwhile."""
+    with stopped(reads) as (still, remote, landing):
+        leaving = threading.Thread(target=reads.leave, args=(remote,))
+        with reads._slow:
+            landing.claim.give_up()
+            leaving.start()
+            landing.looked.clear()
+            landing.goes_on.set()
+            assert landing.looked.wait(SOON)
+        for thread in (leaving, landing.thread):
+            thread.join(SOON)
+            assert not thread.is_alive()
+        assert len(reads._stalled) == 1
+        os.kill(still.pid, signal.SIGCONT)
+        until(lambda: swept(reads))
+        assert (reads._remotes, remote.users) == ({}, 0)
+        again = reads.meet(still.name, still.told)
+        assert read(reads, again, still.address) == content(SLOT_BYTES)
+        reads.leave(again)
+
+
+def test_what_everybody_has_left_is_not_read_any_more(reads: Reads) -> None:
+    with other() as one:
+        remote = reads.meet(one.name, one.told)
+        reads.leave(remote)
+        with pytest.raises(PipeError, match="aborted"):
+            read(reads, remote, one.address)
+        again = reads.meet(one.name, one.told)
+        assert again is not remote
+        assert read(reads, again, one.address) == content(SLOT_BYTES)
+        reads.leave(again)
+    assert len(reads._free) == len(reads._slots) == 1
 
 
 def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Reads) -> None:
@@ -119,9 +219,55 @@ def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Re
             os.kill(one.pid, signal.SIGKILL)
             until(lambda: refused(reads, remote, one.address))  # noqa: B023 - what was on its way may still come
             reads.leave(remote)
-            with pytest.raises(PipeError, match="NotFound"):
+            with pytest.raises(PipeError, match="aborted"):
                 read(reads, remote, one.address)
     assert (reads._remotes, reads._stalled, len(reads._slots)) == ({}, [], 1)
+
+
+READER = """
+import sys, threading
+from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads
+
+reads, (name, told, address) = Reads(), sys.argv[1:]
+remote = reads.meet(name.encode(), bytes.fromhex(told))
+
+def land():
+    reads.land(remote, int(address), memoryview(bytearray(SLOT_BYTES)), Claim())
+
+def looked(ask, read, look=reads._look):
+    outcome = look(ask, read)
+    print("asked", flush=True)
+    return outcome
+
+land()
+print("read", flush=True)
+sys.stdin.readline()
+reads._look = looked
+land()
+"""
+
+
+def test_a_reader_that_is_killed_while_its_holder_stands_still_costs_the_holder_nothing(reads: Reads) -> None:
+    """UCX ends a holder whose answer of several segments meets a closed connection."""
+    with other() as holder:
+        argv = [sys.executable, "-c", READER, holder.name.decode(), holder.told.hex(), str(holder.address)]
+        for _ in range(2):
+            reader = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            try:
+                assert reader.stdout.readline() == "read\n"
+                os.kill(holder.pid, signal.SIGSTOP)
+                reader.stdin.write("\n")
+                reader.stdin.flush()
+                assert reader.stdout.readline() == "asked\n"
+            finally:
+                reader.kill()
+                reader.communicate()
+                os.kill(holder.pid, signal.SIGCONT)
+            remote = reads.meet(holder.name, holder.told)
+            assert read(reads, remote, holder.address) == content(SLOT_BYTES)
+            reads.leave(remote)
 
 
 def test_a_buffer_that_was_given_up_is_not_copied_to() -> None:
@@ -343,6 +489,24 @@ def test_connections_that_come_and_go_leave_nothing() -> None:
     run(test())
 
 
+def test_a_slot_that_is_filled_in_the_turn_in_which_its_line_is_aborted_is_given_back() -> None:
+    async def test() -> None:
+        async with served("nixl", holding(size=CHUNK)) as at, piped("nixl") as pipe:
+            line = await pipe._dial(at)  # type: ignore[attr-defined]
+            reads = runtime(pipe)
+            filled: Future[nixl_reads.Slot] = Future()
+            line._nixl.start = lambda work, *args: filled  # nothing but filling is begun
+            offering = asyncio.create_task(line._offer(content(10)))
+            await asyncio.sleep(0)
+            filled.set_result(reads.fill(content(10)))
+            line.abort()
+            with pytest.raises(PipeError, match="aborted"):
+                await offering
+            await come(lambda: len(reads._free) == len(reads._slots) == 1)
+
+    run(test())
+
+
 def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "pigeons")
 
@@ -356,8 +520,8 @@ def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipes.PACKAGES, "nixl", ("no_such_package",))
-    with pytest.raises(ImportError, match=r"rrl-slurm\[nixl\]"):
+    with pytest.raises(ImportError, match=r"\.\[nixl\]"):
         pipes.open_pipe("nixl", SECRET)
-    with pytest.raises(ImportError, match=r"rrl-slurm\[nixl\]"):
+    with pytest.raises(ImportError, match=r"\.\[nixl\]"):
         nixl_reads.Reads()
     assert pipes.choose("auto")[0] != "nixl"

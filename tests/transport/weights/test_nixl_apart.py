@@ -1,4 +1,4 @@
-"""Everything that is tested over nixl, in a process of its own: NIXL brings a UCX that must not meet ucxx's."""
+"""Everything that is tested over nixl, in processes of their own: NIXL brings a UCX that must not meet ucxx's."""
 
 from __future__ import annotations
 
@@ -13,18 +13,38 @@ from rrl.tests.transport.weights.piping import KINDS, PIPES_ENV
 from rrl.transport.weights.pipe import package
 
 HERE = Path(__file__).parent
-MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "../../hostile/test_ports.py")
-WITHIN = 280.0
+MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py",
+           "../../hostile/test_ports.py")  # fmt: skip
+MAIN = ("test_nixl.py", "test_pipes.py", "-k", "line_that_is_given_up or aborted or reader_that_is_killed or "
+        "answered_later or deadline_holds or late_joiner or lying_source")  # fmt: skip
+"""a few seconds: that versions are read, whom nobody believes, and what a line that is given up or a peer that dies
+leaves behind"""
+WITHIN, TORTURE_WITHIN = 280.0, 1800.0
 """s"""
+
+pytestmark = pytest.mark.skipif("nixl" in KINDS, reason="this is that process")
+
+
+def passes(*argv: str, within: float = WITHIN) -> None:
+    if package("nixl") is None:
+        pytest.skip("NIXL is not installed")
+    whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
+    child = subprocess.run(
+        whole, env=os.environ | {PIPES_ENV: "nixl"}, capture_output=True, text=True, timeout=within, cwd=HERE.parents[2]
+    )
+    assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
+
+
+def test_versions_are_read_over_nixl_and_what_is_given_up_is_kept() -> None:
+    passes(*MAIN)
 
 
 @pytest.mark.long
-@pytest.mark.skipif("nixl" in KINDS, reason="this is that process")
 def test_the_pipes_tests_pass_over_nixl() -> None:
-    if package("nixl") is None:
-        pytest.skip("NIXL is not installed")
-    argv = [sys.executable, "-m", "pytest", "-q", *(str(HERE / name) for name in MODULES)]
-    child = subprocess.run(
-        argv, env=os.environ | {PIPES_ENV: "nixl"}, capture_output=True, text=True, timeout=WITHIN, cwd=HERE.parents[2]
-    )
-    assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
+    passes(*MODULES)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TORTURE_WITHIN + 60)
+def test_hundreds_of_faults_over_nixl_leave_right_versions_and_nothing_else() -> None:
+    passes("test_torture.py", "-m", "long", within=TORTURE_WITHIN)

@@ -21,10 +21,13 @@ from msgspec import Struct, field, structs
 from rrl.spec.words import TRAINER, Version
 from rrl.tests.transport.weights import orders as say
 from rrl.tests.transport.weights.members import SOON, Member, Nursery
+from rrl.transport.weights.nixl import INLINE_BYTES
+from rrl.transport.weights.pipe import STARVED_BY
 
 RECEIVERS = 4
 NBYTES = 6 * 2**20 + 4321
-CHUNK_BYTES = 64 * 2**10
+CHUNK_BYTES = {"tcp": 64 * 2**10, "ucx": 64 * 2**10, "nixl": 16 * INLINE_BYTES}
+"""nixl: those that it reads out of the holder's memory"""
 CHUNK_BY = 0.5
 """s; shorter than some freezes last"""
 WITNESS = "rollout/0"
@@ -33,6 +36,10 @@ _APART = (0.0, 0.15)
 """s between two faults; a version takes longer"""
 _FROZEN = (0.02, 0.7)
 """s"""
+_LONG_FROZEN = STARVED_BY + 1
+"""s; longer than anybody waits for a source that is waiting itself"""
+_LONG_EVERY = 6
+"""freezes, of which one is that long"""
 _NOTICED = (0.0, 0.2)
 """s until a dead one is named no more; until then others go on asking it"""
 _HARMS = ("kill", "kill", "freeze", "freeze", "restart")
@@ -67,6 +74,8 @@ class Tally(Struct):
 class _Torture:
     def __init__(self, nursery: Nursery, faults: int, seed: int) -> None:
         self._nursery, self._faults = nursery, faults
+        self._chunk_bytes = CHUNK_BYTES[nursery.kind]
+        self._freezes = 0
         self._chance = random.Random(seed)
         self._names = [TRAINER, *(f"rollout/{i}" for i in range(RECEIVERS))]
         self._members: dict[str, Member] = {}
@@ -139,7 +148,7 @@ class _Torture:
         version = Version(step, trainer.life.incarnation)
         self._published.add(version)  # it may be killed with the version out and its report not
         try:
-            await trainer.ask(say.Publish(version, 7, CHUNK_BYTES), say.Published)
+            await trainer.ask(say.Publish(version, 7, self._chunk_bytes), say.Published)
         except ConnectionError:
             await asyncio.sleep(0.01)
             return
@@ -171,8 +180,10 @@ class _Torture:
         await self._replace(name)
 
     async def _freeze(self, name: str, member: Member) -> None:
+        self._freezes += 1
+        long = self._freezes % _LONG_EVERY == 1  # the first one is: there is one in a short run
         member.freeze()
-        await asyncio.sleep(self._chance.uniform(*_FROZEN))
+        await asyncio.sleep(_LONG_FROZEN if long else self._chance.uniform(*_FROZEN))
         member.thaw()
 
     async def _replace(self, name: str) -> None:

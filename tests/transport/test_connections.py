@@ -1,0 +1,86 @@
+"""What is done to connections from outside is done to the right ones, also while descriptors change hands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rrl.transport import connections
+from rrl.transport.connections import accepted, deaf, received
+from rrl.transport.weights import ucx_ports
+
+SOON = 30.0
+
+
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname(), SOON) as dialled:
+            here, _ = listener.accept()
+            with here:
+                here.settimeout(SOON)
+                yield here, dialled
+
+
+def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor is somebody else's as soon as it has been looked at."""
+    borrowed = connections._borrowed
+    with socket.create_server(("127.0.0.1", 0)) as listener, connected() as (here, dialled):
+        port = listener.getsockname()[1]
+
+        def lent(fd: int) -> socket.socket:
+            one = borrowed(fd)
+            if fd == listener.fileno():
+                os.dup2(here.fileno(), fd)
+            return one
+
+        monkeypatch.setattr(connections, "_borrowed", lent)
+        deaf(port, True)
+        monkeypatch.undo()
+        dialled.sendall(b"heard")
+        assert here.recv(5) == b"heard"
+
+
+def test_what_has_come_is_counted_where_the_kernel_tells_and_not_known_where_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with connected() as (here, dialled):
+        dialled.sendall(b"heard")
+        here.recv(5, socket.MSG_WAITALL)
+        assert received(here.fileno()) == 5
+        monkeypatch.setattr(socket, "TCP_INFO", 0x7FFF)  # an option that no kernel has
+        assert received(here.fileno()) is None
+    assert received(here.fileno()) is None
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    monkeypatch.setattr(ucx_ports, "SILENT_FOR", 0.0)
+    monkeypatch.setattr(ucx_ports, "_LOOK", 0.01)
+    shut: list[int] = []
+    looks: list[int] = []
+
+    def look(fd: int) -> int | None:
+        looks.append(fd)
+        return received(fd) if tells else None
+
+    monkeypatch.setattr(ucx_ports, "received", look)
+    monkeypatch.setattr(ucx_ports, "shut", lambda fd, port: shut.append(fd))
+
+    async def test(port: int) -> None:
+        cutting = asyncio.create_task(ucx_ports.cut_off_the_silent(frozenset([port])))
+        async with asyncio.timeout(SOON):
+            while len(looks) < 3:
+                await asyncio.sleep(0.01)
+        cutting.cancel()
+
+    with connected() as (here, _):
+        port = here.getsockname()[1]
+        assert here.fileno() in accepted(frozenset([port]))
+        asyncio.run(test(port))
+        assert set(shut) == ({here.fileno()} if tells else set())
