@@ -23,7 +23,8 @@ from rrl.roles.checkpoint_files import Digest, fresh_folder, make_durable, verif
 from rrl.roles.checkpoint_files import describe as describe_files
 from rrl.roles.link import Link, Stopping
 from rrl.roles.standing_by import step_up
-from rrl.roles.trajectories.types import Batch, Item, Score, Segment, ToScore
+from rrl.roles.trajectories.packed import unpacked
+from rrl.roles.trajectories.types import Batch, Item, PackedBatch, Score, Segment, ToScore
 from rrl.spec.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
 from rrl.spec.phases import phase as phase_named
 from rrl.spec.rundir import RunDir
@@ -243,18 +244,28 @@ class Worker:
 
         Ends after the job's last step, or when asked to stop."""
         for number in range((after or 0) + 1, self.job["run"]["steps"] + 1):
-            batch = None
-            with self.phase("wait_data"):
-                while batch is None:
-                    if self.stopping.is_set():
-                        return
-                    try:
-                        batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
-                    except Stopping:  # what is done and not committed is still in its hands
-                        return
-            self._bound[number] = _Bound(batch.digest, _told_by(batch, self.job["sampling"].get("staleness")))
+            packed = self.packed_batch(number)
+            if packed is None:
+                return
+            batch = unpacked(packed)
+            del packed
             yield batch
             self.progress(1)
+
+    def packed_batch(self, number: int) -> PackedBatch | None:
+        """What :meth:`batches` gives for one step, as it came: 8 bytes a token, for who hands it on. None when asked to
+        stop."""
+        batch = None
+        with self.phase("wait_data"):
+            while batch is None:
+                if self.stopping.is_set():
+                    return None
+                try:
+                    batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
+                except Stopping:  # what is done and not committed is still in its hands
+                    return None
+        self._bound[number] = _Bound(batch.digest, _told_by(batch, self.job["sampling"].get("staleness")))
+        return batch
 
     def checkpoint_dir(self, number: int) -> Path:
         """A fresh folder for this attempt at step ``number``: no attempt ever writes into another's."""
@@ -372,7 +383,7 @@ class Worker:
                 self._link.found_committed(state.number)
 
 
-def _told_by(batch: Batch, staleness: int | None) -> dict[str, float]:
+def _told_by(batch: Batch | PackedBatch, staleness: int | None) -> dict[str, float]:
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     told = {"reward": sum(rewards) / max(1, len(rewards))}
     if staleness is not None:

@@ -14,15 +14,27 @@ from rrl.spec.model_folder import BUILT_MAX_LENGTH, SHAPE
 from rrl.spec.phases import PHASES
 from rrl.spec.tables import mistake
 from rrl.spec.units import duration_text
+from rrl.spec.vllm_arguments import DEGREE, OURS
 
 if TYPE_CHECKING:
     from rrl.spec.job import Job, PhaseTable
+
+
+BATCH_FRAME = 256 * 2**20
+"""bytes of the one message that a batch is (:data:`rrl.transport.wire.CONTROL`)"""
+_PROMPTS = 32 * 2**20
+"""bytes of it that are kept for prompts, whose lengths nobody knows yet: one a group, 4 bytes a token"""
+_TOKEN = 8
+"""bytes of a sampled token: itself and its log-probability"""
+_TRAJECTORY = 1024
+"""bytes of a trajectory beside them: its score, and the versions that sampled it, 16 each"""
 
 
 def check(job: Job) -> None:
     """Raises PydanticCustomError at the first mistake, with the key that it is shown at."""
     _work(job)
     _model(job)
+    _batch(job)
     _form(job)
     for name, phase in job.phases.items():
         _phase(job, name, phase)
@@ -31,6 +43,8 @@ def check(job: Job) -> None:
         _role(job, name, role)
     _standbys(job)
     _warm_rollouts(job)
+    _one_gpu(job)
+    _vllm(job)
     _faults(job)
 
 
@@ -79,6 +93,22 @@ def _model(job: Job) -> None:
             ("sampling", "max_new_tokens"),
             f"{job.sampling.max_new_tokens} leaves no room for a prompt in [model] max_length ="
             f" {longest}; lower it or raise max_length",
+        )
+
+
+def _batch(job: Job) -> None:
+    """A batch is one message from the store to the trainer: a larger one would never arrive."""
+    if job.task is None:
+        return
+    what = job.sampling
+    count = what.prompts_per_step * what.group_size
+    most = count * (_TOKEN * what.max_new_tokens + _TRAJECTORY)
+    if most > BATCH_FRAME - _PROMPTS:
+        raise mistake(
+            ("sampling", "prompts_per_step"),
+            f"{what.prompts_per_step} groups of {what.group_size} answers of {what.max_new_tokens} tokens are a batch"
+            f" of up to {math.ceil(most / 2**20)} MiB; {(BATCH_FRAME - _PROMPTS) >> 20} MiB is the most; lower"
+            " prompts_per_step, group_size or max_new_tokens",
         )
 
 
@@ -158,6 +188,39 @@ def _warm_rollouts(job: Job) -> None:
         raise mistake(at, "there are no spare nodes to keep one on; remove it, or set [cluster] spares = 1 or more")
     if rollout.ranks > 1:
         raise mistake(at, f"only a rollout of one process is kept ready, and it has ranks = {rollout.ranks}; remove it")
+
+
+def _one_gpu(job: Job) -> None:
+    """What computes in torch does so on one GPU: further ones would be taken from others for nothing."""
+    trainer, rollout = job.roles.trainer, job.roles.rollout
+    if trainer.command is None and trainer.gpus > 1:
+        raise mistake(("roles", "trainer", "gpus"), f"each rank of the built-in trainer computes on one GPU; write gpus"
+                      f" = 1, and ranks = {trainer.ranks * trainer.gpus} for as many GPUs")  # fmt: skip
+    if rollout.command is None and rollout.engine == "torch" and rollout.gpus > 1:
+        raise mistake(("roles", "rollout", "gpus"), 'engine = "torch" computes on one GPU; write gpus = 1 and more'
+                      ' replicas, or engine = "vllm"')  # fmt: skip
+
+
+def _vllm(job: Job) -> None:
+    """Arguments of vLLM that are ours to set, and those that would leave GPUs idle."""
+    rollout, at = job.roles.rollout, ("roles", "rollout", "vllm")
+    if rollout.command is not None:
+        return
+    if rollout.engine != "vllm":
+        if rollout.vllm:
+            raise mistake(at, f'are arguments of vLLM, and engine = "{rollout.engine}"; remove it, or write engine ='
+                          ' "vllm"')  # fmt: skip
+        return
+    for name in rollout.vllm:
+        if name in OURS:
+            raise mistake((*at, name), f"is not yours to set: {OURS[name]}; remove it")
+    degree = rollout.vllm.get(DEGREE, 1)
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        raise mistake((*at, DEGREE), "must be a whole number, 1 or more: how many GPUs share the model")
+    if rollout.gpus and degree != rollout.gpus:
+        key = (*at, DEGREE) if DEGREE in rollout.vllm else ("roles", "rollout", "gpus")
+        raise mistake(key, f"vLLM would compute on {degree} of the GPUs of each replica, and [roles.rollout] gpus ="
+                      f" {rollout.gpus}; make {DEGREE} and gpus the same number")  # fmt: skip
 
 
 def _role(job: Job, name: str, role: Role) -> None:

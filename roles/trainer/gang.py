@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import rrl
+from rrl.roles.device import given_device
 from rrl.roles.link import Stopping
 from rrl.roles.model import blocks
 from rrl.spec.words import Life, member_id
@@ -109,15 +110,6 @@ class Gang:
         """Done by the first member alone; what it gave is known to all when they return."""
         return cast(T, self.gather(do() if self.rank == 0 else None)[0])
 
-    def together(self, items: Iterable[T]) -> Iterator[T]:
-        """As far as each member has one more. A member that is asked to stop may hear of it a step before another."""
-        iterator = iter(items)
-        while True:
-            item = next(iterator, None)
-            if not self.all(item is not None) or item is None:
-                return
-            yield item
-
 
 def full(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor; all members must call it."""
@@ -126,11 +118,12 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def form(me: rrl.Worker, computes_in: torch.dtype = torch.float32) -> Gang:
-    """Meet the other members. Ends the process when that takes longer than FORMED_BY. Raises Stopping.
+    """Meet the other members. Ends the process when that takes longer than FORMED_BY, and when it has not got the GPU
+    that it was given. Raises Stopping.
 
     One that is alone needs a group too where it computes in another dtype than its float32 parameters are of: it is
     FSDP that casts them."""
-    device = torch.device("cuda", 0) if me.launch.gpus and torch.cuda.is_available() else torch.device("cpu")
+    device = given_device(me.launch)
     if me.world == 1 and computes_in == torch.float32:
         return Gang(device=device)
     _stay_on(me.host)

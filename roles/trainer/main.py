@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import rrl
 from rrl.roles.model import ModelSpec, build_model, load_initial, materialise, model_spec, skeleton
+from rrl.roles.refusal import refusing
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.tasks import load_task
+from rrl.roles.tasks import TaskError, load_task
 from rrl.roles.tensors import pack
 from rrl.roles.tokenizer import Tokenizer, open_tokenizer
 from rrl.roles.trainer import restart
@@ -27,6 +28,7 @@ from rrl.roles.trainer.gang import Gang, form, full, waits_to_be_told
 from rrl.roles.trainer.learner import Example, Learner, LearnerSettings
 from rrl.roles.trainer.practice import practise
 from rrl.roles.trainer.saver import MOST_UNCOMMITTED, Saver
+from rrl.roles.trainer.sharing import batches
 
 _APART = 10_000
 """between the task's seeds of warm start and run: no two runs of a study are so far apart, and datasets' seeds, which
@@ -39,9 +41,10 @@ LOG_EVERY = 10
 def main() -> None:
     me = rrl.join()
     torch.set_num_threads(me.settings["threads"])
-    tokenizer = open_tokenizer(me.job["model"])
-    spec = model_spec(me.job["model"])
-    empty = skeleton(spec, tokenizer.size)
+    with refusing():
+        tokenizer = open_tokenizer(me.job["model"])
+        spec = model_spec(me.job["model"])
+        empty = skeleton(spec, tokenizer.size)
     if me.launch.standby and not me.launch.gpus:
         practise()
     with me, waits_to_be_told(me):
@@ -94,13 +97,13 @@ def _train(
     with me.phase("publish"):
         _publish(me, gang, learner, spec.computes_in)
     if (note := found.uncommitted) is not None:
-        for batch in gang.together(me.batches(after=note.number - 1)):  # the one that it has learnt from
+        for batch in batches(me, gang, after=note.number - 1):  # the one that it has learnt from
             if batch.digest != note.digest:
                 raise RuntimeError(f"the snapshot of step {note.number} learnt from another batch than is bound to it")
             with me.phase("checkpoint"):
                 saver.save(note.digest, note.metrics)
             break
-    for batch in gang.together(me.batches(after=learner.number)):
+    for batch in batches(me, gang, after=learner.number):
         with me.phase("train"):
             metrics = learner.step(batch)
         with me.phase("checkpoint"):
@@ -148,11 +151,11 @@ def _publish(me: rrl.Worker, gang: Gang, learner: Learner, dtype: torch.dtype) -
     """The first member serves the whole, in what rollouts compute with. Beside the version itself, and the shards, it
     holds one tensor at a time: each is cast where it is, gathered, copied, and let go of."""
     weights = learner.weights()
-    whole = (content for name, tensor in weights.items() for *_, content in pack({name: full(_cast(tensor, dtype))}))
-    if gang.rank > 0:
-        for _ in whole:
-            pass
+    if gang.rank > 0:  # it gives its shards, and has no use for the whole: nothing is copied off its device
+        for tensor in weights.values():
+            full(_cast(tensor, dtype))
         return
+    whole = (content for name, tensor in weights.items() for *_, content in pack({name: full(_cast(tensor, dtype))}))
     described = [(name, *_described(tensor, dtype)) for name, tensor in weights.items()]
     me.publish_each(learner.number, described, whole)
 
@@ -172,7 +175,8 @@ def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
     steps, size = me.settings["warm_start_steps"], me.settings["warm_start_batch"]
     if not steps:
         return
-    task = load_task(me.job["task"], me.job["run"]["seed"] + _APART, tokenizer)
+    with refusing(TaskError):
+        task = load_task(me.job["task"], me.job["run"]["seed"] + _APART, tokenizer)
     for step in range(steps):
         items = range(step * size, (step + 1) * size)
         yield [(tokenizer.prompt(task.prompt(i)), (*tokenizer.encode(task.answer(i)), tokenizer.eos)) for i in items]

@@ -6,14 +6,12 @@ A store that restarts is not noticed here, but for the time that it takes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from rrl.roles.trajectories.types import (
     Answer,
     Append,
-    Batch,
     Bound,
     Commit,
     CommittedState,
@@ -25,6 +23,7 @@ from rrl.roles.trajectories.types import (
     LeaseScoring,
     LeaseWork,
     NotYet,
+    PackedBatch,
     PostScores,
     Request,
     Score,
@@ -38,7 +37,8 @@ from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Peers
 
 _AGAIN = 5.0
-"""s beyond a request's own wait after which it is said again: an answer can be lost without the connection"""
+"""s beyond a request's own wait after which it is said again, and then less and less often: an answer can be lost
+without the connection"""
 _PAUSE = 0.1
 """s before a request is said again that the store could not judge yet"""
 _LOOK = 0.01
@@ -134,7 +134,7 @@ class TrajectoryClient:
         if isinstance(answer, Denied):
             self._raise(answer)
 
-    async def batch(self, number: int, wait: float = 5.0) -> Batch | None:
+    async def batch(self, number: int, wait: float = 5.0) -> PackedBatch | None:
         """The batch of step ``number``; None when there is none within ``wait`` s."""
         answer = await self._ask(GetBatch(self._life, number, wait), wait)
         return answer.batch if isinstance(answer, Bound) else None
@@ -163,11 +163,9 @@ class TrajectoryClient:
             return answer
 
     async def _say(self, request: Request, wait: float) -> Answer:
-        async with asyncio.timeout(wait + self._patience):
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    answer: Answer = await self._dialer.ask(request, wait + _AGAIN)
-                    return answer
+        """Said again it is the same question: an answer that takes long, as a large batch does, is never too late."""
+        answer: Answer = await self._dialer.ask(request, wait + self._patience, wait + _AGAIN)
+        return answer
 
     def _raise(self, denied: Denied) -> NoReturn:
         raise (Fenced if denied.fenced else Refused)(denied.why)

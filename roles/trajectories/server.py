@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import rrl
-from rrl.roles.tasks import load_task
+from rrl.roles.refusal import refusing
+from rrl.roles.tasks import TaskError, load_task
 from rrl.roles.tokenizer import open_tokenizer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
@@ -35,7 +37,7 @@ from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life
 from rrl.transport.control import Incoming, Listener
 from rrl.transport.messages import Peers
-from rrl.transport.wire import TO_STORE
+from rrl.transport.wire import CONTROL, TO_STORE
 
 
 def answer(store: Store, request: Request) -> Answer:
@@ -69,6 +71,10 @@ _NO_WORK = (*_EMPTY, _OUTDATED)
 WEIGHTS_BY = 300.0
 """s that newer weights may be on their way while nothing else happens before it is said that they are waited for:
 longer than the largest models take"""
+
+
+_HEAD = 1024
+"""bytes of a frame that are not the answer, and more"""
 
 
 class _Parked(msgspec.Struct):
@@ -139,9 +145,10 @@ class Server:
         now = asyncio.get_running_loop().time()
         here = self._parked + [_Parked(each, now + getattr(each.message, "wait", 0.0)) for each in self._arrived]
         self._arrived, self._parked = [], []
-        answers: list[tuple[Incoming, Answer]] = []
-        for each in here:
-            said = answer(self._store, each.incoming.message)
+        answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
+        batches: dict[int, msgspec.Raw | Denied] = {}
+        for each in _once(here):
+            said = self._answer(each.incoming.message, batches)
             if now < each.until and said in _EMPTY:
                 self._parked.append(each)
             else:
@@ -155,8 +162,17 @@ class Server:
         if warning := self._store.warning():
             print(f"rrl: {warning}", flush=True)
 
+    def _answer(self, request: Request, batches: dict[int, msgspec.Raw | Denied]) -> Answer | msgspec.Raw:
+        """A batch, of which every member of a trainer may want its own copy, is made and encoded once a round."""
+        if not isinstance(request, GetBatch):
+            return answer(self._store, request)
+        if no := self._store.bind(request.life, request.number):
+            return no
+        if request.number not in batches:
+            batches[request.number] = _encoded(self._store.batch(request.life, request.number))
+        return batches[request.number]
 
-    def _want_weights(self, now: float, served: int, answers: list[Answer]) -> None:
+    def _want_weights(self, now: float, served: int, answers: Sequence[Answer | msgspec.Raw]) -> None:
         """A trainer that waits for a batch has published, or should have, what the rollouts wait for."""
         if served:
             self._wanting_since = None
@@ -169,29 +185,60 @@ class Server:
                       " with [sampling] staleness they must be published after each step", flush=True)  # fmt: skip
 
 
+def _once(here: Iterable[_Parked]) -> Iterator[_Parked]:
+    """Whoever says the same again while he waits is answered once."""
+    seen: set[tuple[bytes, int]] = set()
+    for each in here:
+        peer, ask = each.incoming.peer, each.incoming.ask
+        if ask is not None and (peer, ask) in seen:
+            continue
+        if ask is not None:
+            seen.add((peer, ask))
+        yield each
+
+
+def _encoded(batch: Answer) -> msgspec.Raw | Denied:
+    data = msgspec.msgpack.encode(batch)
+    if len(data) + _HEAD <= CONTROL.frame:
+        return msgspec.Raw(data)
+    return Denied(f"the batch is {len(data) >> 20} MiB, more than the {CONTROL.frame >> 20} MiB of one message; lower"
+                  " prompts_per_step, group_size or max_new_tokens in [sampling]")  # fmt: skip
+
+
 def _living(peers: Peers) -> frozenset[Life]:
     return frozenset(peer.life for peer in peers.peers.values())
 
 
 def _prompts(me: rrl.Worker) -> Callable[[int], Prompt]:
-    """Raises ValueError, also when called: for a prompt that cannot be written in tokens, or leaves no room for an
-    answer."""
-    tokenizer = open_tokenizer(me.job["model"])
-    task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
+    """Ends the process where model or task can never work. Called, it raises ValueError for a prompt that cannot be
+    written in tokens, or leaves no room for an answer, and whatever the task does."""
+    with refusing():
+        tokenizer = open_tokenizer(me.job["model"])
+    with refusing(TaskError):
+        task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
     answer = me.job["sampling"]["max_new_tokens"]
-    longest = math.inf if me.job["model"].get("path") is None else max_length(me.job["model"])
+    longest = _longest(me.job)
 
     def prompt(index: int) -> Prompt:
         tokens = tokenizer.prompt(task.prompt(index))
+        if not tokens:
+            raise ValueError(f"item {index} of [task] is a prompt of no tokens")
         if len(tokens) + answer > longest:
             raise ValueError(f"item {index} of [task] is a prompt of {len(tokens)} tokens: with max_new_tokens ="
-                             f" {answer} that is more than the model takes (max_length = {longest})")  # fmt: skip
+                             f" {answer} that is more than the model takes (max_length = {longest:g})")  # fmt: skip
         return Prompt(index, tokens)
 
     return prompt
 
 
-def _open_store(me: rrl.Worker) -> Store:
+def _longest(job: Mapping[str, Any]) -> float:
+    """Tokens of prompt and answer that the model takes; inf where [model] is but the tokenizer of a user's own one."""
+    model, roles = job["model"], job["roles"]
+    built_in = roles["trainer"]["command"] is None or roles["rollout"]["command"] is None
+    return max_length(model) if built_in or model.get("path") is not None else math.inf
+
+
+def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
     sampling = me.job["sampling"]
     return Store(
         me.run_dir.store,
@@ -199,7 +246,7 @@ def _open_store(me: rrl.Worker) -> Store:
         groups_per_batch=sampling["prompts_per_step"],
         max_ahead_batches=sampling["ahead"],
         max_new_tokens=sampling["max_new_tokens"],
-        next_prompt=_prompts(me),
+        next_prompt=prompts,
         keep_uncommitted=me.job["roles"]["trainer"]["uncommitted"],
         staleness=sampling.get("staleness"),  # of a run that an earlier rrl began there is no such key
     )
@@ -233,8 +280,10 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
 
 
 def main() -> None:
-    with rrl.join() as me:
-        store = _open_store(me)
+    me = rrl.join()
+    prompts = _prompts(me)
+    with me:
+        store = _open_store(me, prompts)
         with me.phase("serve"):
             asyncio.run(_serve(me, store))
         if store.audit().committed >= me.job["run"]["steps"]:

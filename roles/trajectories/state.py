@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from msgspec import Struct
 
@@ -25,7 +26,7 @@ from rrl.roles.trajectories.records import (
     unpack,
     unpack_tokens,
 )
-from rrl.roles.trajectories.types import Batch, Item, Score, ToScore, Trajectory
+from rrl.roles.trajectories.types import Item, PackedBatch, PackedTrajectory, Score, ToScore
 from rrl.spec.words import Life, ReplicaId
 
 
@@ -167,10 +168,11 @@ class State:
             seen.update(encode((track.id, track.group.made.prompt, track.pieces, track.score)))
         return Binding(number, groups, len(tracks), seen.hexdigest(), self.stale)
 
-    def batch(self, number: int) -> Batch:
+    def batch(self, number: int) -> PackedBatch:
         binding = self.bindings[number]
-        trajectories = tuple(as_trajectory(track) for track in self._tracks(binding.groups))
-        return Batch(number, binding.groups, binding.digest, trajectories, binding.stale)
+        prompts = tuple(self.groups[group].made.prompt for group in binding.groups)
+        trajectories = tuple(as_packed(track) for track in self._tracks(binding.groups))
+        return PackedBatch(number, binding.groups, binding.digest, prompts, trajectories, binding.stale)
 
     def _tracks(self, groups: Iterable[int]) -> list[Track]:
         return [track for group in groups for track in self.groups[group].tracks]
@@ -184,17 +186,18 @@ def as_item(track: Track, max_new_tokens: int) -> Item:
     return Item(track.id, made.group, unpack_tokens(made.prompt), so_far, max(0, max_new_tokens - track.length))
 
 
-def as_trajectory(track: Track) -> Trajectory:
+def as_packed(track: Track) -> PackedTrajectory:
     """As the trainer gets it; only of a scored one."""
     assert track.score is not None
-    segments = [unpack(piece) for piece in track.pieces]
-    return Trajectory(
+    return PackedTrajectory(
         id=track.id,
         group=track.group.made.group,
-        prompt=unpack_tokens(track.group.made.prompt),
-        tokens=tuple(token for segment in segments for token in segment.tokens),
-        logprobs=tuple(value for segment in segments for value in segment.logprobs),
-        versions=tuple(segment.version for segment in segments for _ in segment.tokens),
+        tokens=b"".join(piece.tokens for piece in track.pieces),
+        logprobs=b"".join(piece.logprobs for piece in track.pieces),
+        runs=tuple(
+            (sum(piece.end - piece.offset for piece in pieces), *version)
+            for version, pieces in groupby(track.pieces, lambda piece: (piece.step, piece.incarnation))
+        ),
         reward=track.score.reward,
         training=track.score.training,
     )

@@ -45,9 +45,15 @@ from rrl.roles.trajectories.types import (
 )
 from rrl.spec.words import Life
 
+UNASKABLE = "no prompt could be made of the item"
+"""the reason of each group that was dropped before it was begun"""
+ALL_UNASKABLE = 32
+"""items in a row without a prompt, after which it is not the items' fault: the task's, or its service's"""
+
 
 class Store:
-    """All trajectories of a run, in ``folder``. ``next_prompt(i)`` gives the i-th prompt.
+    """All trajectories of a run, in ``folder``. ``next_prompt(i)`` gives the i-th prompt; an item that it fails at is
+    dropped.
 
     At most ``(max_ahead_batches + 1) * groups_per_batch`` groups are under way beyond what is bound: back-pressure on
     the rollouts. ``staleness`` bounds the age of tokens (:mod:`rrl.roles.trajectories.freshness`; None: no limit).
@@ -76,6 +82,11 @@ class Store:
         self._max_new = max_new_tokens
         self._next_prompt = next_prompt
         self._keep_uncommitted = keep_uncommitted
+        self._unaskable = 0
+        """items in a row"""
+        self._to_say: str | None = None
+        """of the first such item, once in this life"""
+        self._said = False
         self._believed = Believed()
         self._writing = Leases()
         self._scoring = Leases()
@@ -179,12 +190,37 @@ class Store:
         return self._state.next_group if self._unbound < self._most_unbound else math.inf
 
     def _make_group(self) -> None:
+        """Of the next item that has a prompt; those before it are dropped, and take nobody's turn."""
+        while (prompt := self._prompt(self._state.next_group)) is None:
+            pass
         number, first = self._state.next_group, self._state.next_trajectory
-        prompt = self._next_prompt(number)
         self._durable.write(Made(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
         self._unbound += 1
         for trajectory in range(first, first + self._group_size):
             heappush(self._unfinished, trajectory)
+
+    def _prompt(self, number: int) -> Prompt | None:
+        """None: there is none, and the item is dropped. Raises ValueError when that is so of ALL_UNASKABLE in a row."""
+        try:
+            prompt = self._next_prompt(number)
+        except Exception as error:  # whatever a user's task raises: one item of it must not end the run
+            self._cannot_ask(number, error)
+            return None
+        self._unaskable = 0
+        return prompt
+
+    def _cannot_ask(self, number: int, error: Exception) -> None:
+        why = str(error) if isinstance(error, ValueError) else repr(error)
+        self._unaskable += 1
+        if self._unaskable == ALL_UNASKABLE:
+            raise ValueError(f"{ALL_UNASKABLE} items of [task] in a row, up to item {number}, have no prompt; the last"
+                             f" one: {why}") from error  # fmt: skip
+        if not self._said:
+            self._said = True
+            self._to_say = (f"warning: item {number} of [task] is dropped: {why}; others without a prompt are dropped"
+                            " too, and counted in the audit")  # fmt: skip
+        self._durable.write(Made(number, self._state.next_trajectory, self._group_size, number, b""))
+        self._durable.write(Dropped(number, self._group_size, UNASKABLE))
 
     def _is_of(self, track: Track, life: Life) -> bool:
         """Leased to it; or to nobody, and nobody else has written since: its lease was lost when we restarted."""
@@ -300,7 +336,8 @@ class Store:
 
     def warning(self) -> str | None:
         """Something that a person should know of, once."""
-        return self._freshness.warning()
+        said, self._to_say = self._to_say, None
+        return said or self._freshness.warning()
 
     def end(self, reason: str) -> None:
         """The run is complete: drop all that no committed step holds."""
@@ -318,12 +355,16 @@ class Store:
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
     def batch(self, life: Life, number: int) -> Bound | NotYet | Denied:
-        """Rule 2: the groups of step ``number``, chosen once for ever. Each member of a gang may ask. What is too old
-        for the step after it is dropped with it; so all that is there to be chosen from is in time."""
+        """The batch of step ``number``, the same one for ever; each member of a gang may ask."""
+        return self.bind(life, number) or Bound(self._state.batch(number))
+
+    def bind(self, life: Life, number: int) -> NotYet | Denied | None:
+        """Rule 2: the groups of step ``number``, chosen once for ever. None: they are, and :meth:`batch` tells. What is
+        too old for the step after it is dropped with it; so all that is there to be chosen from is in time."""
         if no := self._not_the_trainer(life):
             return no
         if number in self._state.bindings:
-            return Bound(self._state.batch(number))
+            return None
         committed, latest = self._state.committed, self._state.latest
         if number != latest + 1:
             return Denied(f"batch {number} is out of order: {committed} is committed, {latest} the latest bound")
@@ -333,7 +374,7 @@ class Store:
         self._durable.write(self._state.bind(number, chosen))
         self._unbound -= len(chosen)
         self._drop_stale()
-        return Bound(self._state.batch(number))
+        return None
 
     def commit(self, life: Life, number: int, manifest: dict[str, Any], digest: str) -> Done | Denied:
         """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right."""

@@ -76,6 +76,35 @@ class Batch(Struct, frozen=True):
     """groups of the run that had been dropped for the age of their tokens before this batch was chosen"""
 
 
+class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
+    """A :class:`Trajectory` on its way, 8 bytes a token; its prompt is its group's. ``tokens`` as int32, ``logprobs``
+    as float32, in this machine's byte order; both empty where another member of a gang has them."""
+
+    id: int
+    group: int
+    tokens: bytes
+    logprobs: bytes
+    runs: tuple[tuple[int, int, int], ...]
+    """tokens in a row that were sampled under one version: how many, its step, its incarnation"""
+    reward: float
+    training: float
+
+    @property
+    def length(self) -> int:
+        return sum(count for count, _, _ in self.runs)
+
+
+class PackedBatch(Struct, frozen=True, array_like=True):
+    """A :class:`Batch` on its way. ``prompts`` are those of ``groups``, as int32."""
+
+    number: int
+    groups: tuple[int, ...]
+    digest: str
+    prompts: tuple[bytes, ...]
+    trajectories: tuple[PackedTrajectory, ...]
+    stale: int = 0
+
+
 class Prompt(Struct, frozen=True):
     """What a task gives the store: the ``item``-th prompt as tokens."""
 
@@ -127,7 +156,7 @@ class PostScores(Struct, frozen=True, tag=True):
 
 class GetBatch(Struct, frozen=True, tag=True):
     """The trainer asks for the batch of step ``number``: the existing binding unchanged, else a new one once there are
-    enough complete groups. Answered ``Batch`` wrapped in ``Bound``, or ``NotYet`` after ``wait`` s, or ``Denied``."""
+    enough complete groups. Answered ``Bound``, or ``NotYet`` after ``wait`` s, or ``Denied``."""
 
     life: Life
     number: int
@@ -171,7 +200,7 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class Bound(Struct, frozen=True, tag=True):
-    batch: Batch
+    batch: PackedBatch
 
 
 class NotYet(Struct, frozen=True, tag=True):

@@ -14,10 +14,12 @@ import numpy
 import torch
 
 from rrl.roles.snapshots.shape import SnapshotError
-from rrl.roles.trainer import checkpoint, main
+from rrl.roles.trainer import checkpoint, main, sharing
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
+from rrl.roles.trainer.gang import Gang
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.saver import Saver
+from rrl.roles.trajectories.types import Batch
 from rrl.roles.worker import Worker
 from rrl.spec.launch import LAUNCH_ENV
 
@@ -36,7 +38,7 @@ def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: i
     if moment == SEALED:
         _once_it_is_sealed(step, dies)
     elif dies:
-        MOMENTS[moment](step)
+        (_while_the_batch_is_shared if moment == SHARED else MOMENTS[moment])(step)
     main.main()
     sys.stdout.flush()
 
@@ -70,6 +72,19 @@ def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
         return real(*words, **named)
 
     setattr(owner, name, wrapped)
+
+
+def _while_the_batch_is_shared(step: int) -> None:
+    """The first member has it and has sent none of it, or another has received none of it."""
+    next_, now = sharing._next, [0]
+
+    def noted(me: Worker, gang: Gang, number: int) -> Batch | None:
+        now[0] = number
+        return next_(me, gang, number)
+
+    sharing._next = noted
+    for name in ("_send", "_receive"):
+        _before(sharing, name, lambda *_: now[0] == step)
 
 
 def _in_the_step(step: int) -> None:
@@ -113,6 +128,8 @@ def _after_the_commit(step: int) -> None:
 
 
 SEALED = "once it is sealed"
+SHARED = "while the batch is shared"
+"""of a gang alone"""
 MOMENTS: dict[str, Callable[[int], None]] = {
     "in the step": _in_the_step,
     "before it is copied": _before_it_is_copied,

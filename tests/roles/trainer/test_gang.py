@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +17,11 @@ from rrl.roles.link import FENCED_EXIT
 from rrl.roles.model import ModelSpec, build_model
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trajectories.types import CommittedState
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import CommittedState, Denied, NotYet
 from rrl.spec.words import Life, NodeName
 from rrl.tests.roles.trainer import harness
-from rrl.tests.roles.trainer.mortal import MOMENTS, SEALED
+from rrl.tests.roles.trainer.mortal import MOMENTS, SEALED, SHARED
 from rrl.tests.roles.trainer.stage import GANG, VOCABULARY, Stage, nursery
 
 pytestmark = pytest.mark.torch
@@ -60,8 +62,8 @@ def end_of(stage: Stage) -> End:
     return End(student.tensors(), [(folder / f"rank-{rank}.msgpack").read_bytes() for rank in range(stage.world)])
 
 
-async def undisturbed(path: Path, processes: ForkServerContext, world: int, steps: int) -> End:
-    async with Stage(path, processes, world=world, steps=steps).open() as stage:
+async def undisturbed(path: Path, processes: ForkServerContext, world: int, steps: int, **trainer: Any) -> End:
+    async with Stage(path, processes, world=world, steps=steps, **trainer).open() as stage:
         assert await stage.live() == [0] * world, stage.logs()
         return end_of(stage)
 
@@ -82,6 +84,41 @@ def test_two_members_learn_what_one_process_learns(tmp_path: Path, processes: Fo
         one = await undisturbed(tmp_path / "1", processes, 1, 3)
         two = await undisturbed(tmp_path / "2", processes, 2, 3)
         assert one.distance(two) < 1e-5
+
+    asyncio.run(story())
+
+
+def test_the_first_member_alone_asks_for_the_batch_and_each_gets_its_share(
+    tmp_path: Path, processes: ForkServerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Life, int]] = []
+    bind = Store.bind
+
+    def counted(store: Store, life: Life, number: int) -> NotYet | Denied | None:
+        asked.append((life, number))
+        return bind(store, life, number)
+
+    monkeypatch.setattr(Store, "bind", counted)
+
+    async def story() -> None:
+        one = await undisturbed(tmp_path / "1", processes, 1, 2)
+        asked.clear()
+        two = await undisturbed(tmp_path / "2", processes, 2, 2, micro_batch=2)  # the second has none for its last part
+        assert {life.replica for life, _ in asked} == {GANG}
+        assert one.distance(two) < 1e-5
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_member_killed_while_the_batch_is_shared_is_the_one_that_is_found_and_all_get_the_same_batch_again(
+    tmp_path: Path, processes: ForkServerContext, rank: int
+) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path / "killed", processes, world=2, steps=2).open() as stage:
+            await dies(stage, SHARED, 2, rank)
+            assert await stage.live() == [0, 0], stage.logs()
+            assert end_of(stage) == await undisturbed(tmp_path / "whole", processes, 2, 2)
 
     asyncio.run(story())
 

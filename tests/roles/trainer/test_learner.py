@@ -257,6 +257,19 @@ def test_a_warm_start_in_parts_is_the_same_too() -> None:
     assert parts.warm_start(examples) == pytest.approx(whole.warm_start(examples), rel=1e-4)
 
 
+def test_an_answer_without_tokens_counts_for_nothing_also_where_it_is_a_part_by_itself() -> None:
+    made = _batch(1, harness.learner())
+    empty = msgspec.structs.replace(made.trajectories[2], tokens=(), logprobs=(), versions=())
+    batch = msgspec.structs.replace(made, trajectories=(*made.trajectories[:2], empty, *made.trajectories[3:]))
+    whole, parts = harness.learner(kl=0.1), harness.learner(kl=0.1, micro_batch=1)
+    for student in (whole, parts):
+        student.reference = build_model(harness.SMALL, 13, seed=7)
+    expected, told = whole.step(batch), parts.step(batch)
+    assert told.keys() == expected.keys()
+    for name, value in expected.items():
+        assert told[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
 def test_a_divergence_holds_the_policy_near_its_reference() -> None:
     drifted = []
     for kl in (0.0, 3.0):

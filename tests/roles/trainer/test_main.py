@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+import torch
 
 import rrl
 from rrl.roles.checkpoint_files import describe, fresh_folder
@@ -19,8 +20,8 @@ from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
 from rrl.roles.tensors import PackedTensor, unpack
 from rrl.roles.tokenizer import EOS, open_tokenizer
+from rrl.roles.trainer import gang, restart
 from rrl.roles.trainer import main as trainer_main
-from rrl.roles.trainer import restart
 from rrl.roles.trainer.restart import Commit, Found
 from rrl.roles.trainer.saver import Note, Saver
 from rrl.roles.trajectories.types import Batch, Item, Segment
@@ -228,6 +229,7 @@ def test_a_shadow_whose_gpus_are_not_known_yet_does_not_have_torch_ask_for_them(
     worker, asked = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}), list[int]()
     worker.launch = msgspec.structs.replace(worker.launch, standby=True, gpus=gpus)
     monkeypatch.setattr(trainer_main, "practise", lambda: asked.append(1))
+    monkeypatch.setattr(gang, "given_device", lambda _: torch.device("cpu"))
     _train(monkeypatch, worker, _batches()[:1])
     assert bool(asked) == practised
 

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from rrl.roles.trainer import main
 from rrl.tests.roles.trainer import publishing
 from rrl.tests.roles.trainer.stage import ENDS_BY, nursery
 
@@ -36,3 +40,22 @@ def test_a_sharded_model_is_published_and_taken_over_without_a_second_copy_of_it
     assert second["publishing"] < beside, second
     assert first["loading"] < beside, first
     assert first["right"]
+
+
+def test_a_member_that_publishes_nothing_itself_copies_nothing_off_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Any] = []
+    asked: list[torch.dtype] = []
+
+    def pack(tensors: Any) -> list[Any]:
+        packed.append(tensors)
+        return []
+
+    monkeypatch.setattr(main, "pack", pack)
+    monkeypatch.setattr(main, "full", lambda tensor: asked.append(tensor.dtype))
+    weights = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.int64)}
+    learner: Any = SimpleNamespace(weights=lambda: weights, number=1)
+    nobody: Any = None
+    gang: Any = SimpleNamespace(rank=3)
+    main._publish(nobody, gang, learner, torch.bfloat16)
+    assert asked == [torch.bfloat16, torch.int64], "it gives its shard of each, as they are to be sent"
+    assert packed == []

@@ -6,8 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rrl.roles.trajectories.packed import unpacked
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Batch, Bound, Done, Item, Leased, Prompt, Score, Scoring, Segment
+from rrl.roles.trajectories.types import (
+    Batch,
+    Bound,
+    Done,
+    Item,
+    Leased,
+    PackedBatch,
+    Prompt,
+    Score,
+    Scoring,
+    Segment,
+)
 from rrl.spec.words import Life, ReplicaId, Version
 
 GROUP = 2
@@ -83,14 +95,14 @@ def bind(store: Store, number: int, who: Life = TRAINER) -> Batch:
     answer = store.batch(who, number)
     assert isinstance(answer, Bound), answer
     store.flush()
-    return answer.batch
+    return unpacked(answer.batch)
 
 
 def manifest(number: int) -> dict[str, Any]:
     return {"folder": f"checkpoints/{number}", "files": [{"name": "model", "digest": f"d{number}"}]}
 
 
-def commit(store: Store, batch: Batch, who: Life = TRAINER) -> None:
+def commit(store: Store, batch: Batch | PackedBatch, who: Life = TRAINER) -> None:
     assert store.commit(who, batch.number, manifest(batch.number), batch.digest) == Done()
     store.flush()
 

@@ -23,6 +23,7 @@ from rrl.roles.trajectories.types import (
     Item,
     Leased,
     LeaseWork,
+    PackedBatch,
     PostScores,
     Request,
     Score,
@@ -60,7 +61,7 @@ class Acknowledged(Struct):
     size: int
     segments: dict[tuple[int, int], Segment] = {}
     scored: dict[int, float] = {}
-    bound: dict[int, Batch] = {}
+    bound: dict[int, PackedBatch] = {}
     committed: int = 0
     dropped: dict[str, int] = {}
     fence: int = 1

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rrl.roles.trajectories.log import LogDamaged
-from rrl.roles.trajectories.types import Batch, Bound, Done
+from rrl.roles.trajectories.types import Bound, Done, PackedBatch
 from rrl.spec.words import Life
 from rrl.tests.roles.trajectories.crew import MAX_NEW, REWARD, lease, life, open_store, score, segment
 from rrl.tests.roles.trajectories.script import Acknowledged, Script, check, log_in
@@ -116,7 +116,7 @@ def test_whatever_happens_in_whatever_order_every_trajectory_is_accounted_for(
     lives = {"rollout/0": 1, "rollout/1": 1, "trainer/0": 1, "reward/0": 1}
     store = open_store(folder, [life(*each) for each in lives.items()])
     held: dict[Life, dict[int, int]] = {}
-    batches: dict[int, Batch] = {}
+    batches: dict[int, PackedBatch] = {}
     for what, n in moves:
         name = f"rollout/{n % 2}"
         who, trainer = life(name, lives[name]), life("trainer/0", lives["trainer/0"])

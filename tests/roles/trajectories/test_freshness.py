@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Batch, Bound, CommittedState, Denied, Done, Leased, NotYet
+from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotYet, PackedBatch
 from rrl.roles.worker import _told_by
 from rrl.spec.words import Life
 from rrl.tests.roles.trajectories.crew import (
@@ -260,7 +260,7 @@ class _Run:
         self.weights = {"rollout/0": 0, "rollout/1": 0}
         self.hands: dict[Life, dict[int, int]] = {}
         self.published = 0
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, PackedBatch] = {}
         self.store = self.open()
 
     def living(self) -> list[Life]:
@@ -306,7 +306,7 @@ class _Run:
             assert answer == NotYet()
             return False
         assert self.batches.setdefault(number, answer.batch) == answer.batch
-        oldest = min(version.step for each in answer.batch.trajectories for version in each.versions)
+        oldest = min(step for each in answer.batch.trajectories for _, step, _ in each.runs)
         assert oldest >= number - 1 - self.most
         self.published = number
         return True

@@ -6,18 +6,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
+from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
+from rrl.roles.trajectories.packed import unpacked
 from rrl.roles.trajectories.server import Server, answer
+from rrl.roles.trajectories.state import State
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Answer,
     Append,
-    Batch,
     CommittedState,
     Denied,
     Done,
@@ -27,10 +31,14 @@ from rrl.roles.trajectories.types import (
     LeaseScoring,
     LeaseWork,
     NotYet,
+    PackedBatch,
+    Request,
     Score,
     Segment,
 )
-from rrl.spec.words import Life
+from rrl.spec.job import Job
+from rrl.spec.load import resolved
+from rrl.spec.words import Life, member_id
 from rrl.tests.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -40,9 +48,11 @@ from rrl.tests.roles.trajectories.crew import (
     REWARD,
     ROLLOUT,
     TRAINER,
+    generate,
     life,
     manifest,
     open_store,
+    score,
     segment,
     train,
 )
@@ -50,6 +60,7 @@ from rrl.tests.roles.trajectories.store_process import StoreProcess
 from rrl.transport.control import Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Peer, Peers
+from rrl.transport.wire import Bounds
 
 DEADLINE = 60.0
 
@@ -82,7 +93,7 @@ class Crew:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.appended: dict[tuple[int, int], Segment] = {}
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, PackedBatch] = {}
         self.done = asyncio.Event()
         self.committed = asyncio.Condition()
 
@@ -139,7 +150,7 @@ def test_a_run_goes_on_exactly_once_while_the_store_is_killed_again_and_again(pr
     assert (audit.trained, audit.dropped) == (40 * BATCH * GROUP, {})
     assert audit.made == audit.trained + audit.open
     for batch in crew.batches.values():
-        for trajectory in batch.trajectories:
+        for trajectory in unpacked(batch).trajectories:
             assert trajectory.reward == sum(trajectory.tokens)
             for offset, token in enumerate(trajectory.tokens):
                 acknowledged = crew.appended.get((trajectory.id, offset))
@@ -326,6 +337,156 @@ def test_a_request_waits_for_as_long_as_it_says_and_is_served_as_soon_as_it_can_
     _serve(tmp_path, play)
 
 
+def _ready(tmp_path: Path) -> Store:
+    """With a batch for step 1."""
+    store = open_store(tmp_path)
+    generate(store)
+    score(store)
+    return store
+
+
+def test_a_batch_that_many_members_ask_for_is_made_once_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = State.batch
+
+    def counted(state: State, number: int) -> PackedBatch:
+        made.append(number)
+        return make(state, number)
+
+    monkeypatch.setattr(State, "batch", counted)
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        for ask in range(16):
+            script.say(ask, GetBatch(life(member_id(TRAINER.replica, ask)), 1))
+        await script.until(lambda: len(script.told) == 16)
+        assert len(made) < 16 / 2, "as many as there were rounds, and most came together"
+        assert {bytes(cast(msgspec.Raw, said)) for said in script.told.values()} == {
+            msgspec.msgpack.encode(store.batch(TRAINER, 1))
+        }
+
+    _serve(tmp_path, play, store=_ready(tmp_path))
+
+
+def test_a_member_that_was_succeeded_is_told_so_though_the_batch_is_there_for_others(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(1, GetBatch(life("trainer/0", 2), 1))
+        script.say(2, GetBatch(TRAINER, 1))
+        await script.until(lambda: len(script.told) == 2)
+        assert isinstance(script.told[1], msgspec.Raw)
+        assert isinstance(script.told[2], Denied)
+
+    _serve(tmp_path, play, store=_ready(tmp_path))
+
+
+def test_who_says_the_same_again_while_it_waits_is_answered_once(tmp_path: Path) -> None:
+    told: list[int | None] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        send = script.send
+
+        async def counted(peer: bytes, message: Answer, ask: int | None = None) -> None:
+            told.append(ask)
+            await send(peer, message, ask)
+
+        script.send = counted  # type: ignore[method-assign]
+        script.say(1, GetBatch(TRAINER, 1, wait=DEADLINE))
+        await script.until(lambda: bool(server._parked))
+        for _ in range(3):
+            script.say(1, GetBatch(TRAINER, 1, wait=DEADLINE))
+        generate(store)
+        score(store)
+        script.say(2, LeaseWork(ROLLOUT, 0, 0.0))
+        await script.until(lambda: {1, 2} <= script.told.keys())
+        assert told.count(1) == 1
+
+    _serve(tmp_path, play)
+
+
+def test_a_batch_larger_than_a_message_is_refused_and_not_sent_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "CONTROL", Bounds(2**10, 1000))
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(1, GetBatch(TRAINER, 1))
+        await script.until(lambda: 1 in script.told)
+        said = script.told[1]
+        assert isinstance(said, Denied)
+        assert "more than the 0 MiB of one message; lower prompts_per_step, group_size or max_new_tokens" in said.why
+
+    _serve(tmp_path, play, store=_ready(tmp_path))
+
+
+def test_an_answer_that_takes_long_is_the_answer_though_the_question_was_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store that needs longer for a batch than a question waits: it would answer each for nothing."""
+    monkeypatch.setattr(client_module, "_AGAIN", 0.05)
+    keys = RunKeys.make()
+
+    async def run() -> None:
+        async with asyncio.timeout(DEADLINE):
+            listener = await Listener.open(keys, Request, epoch=1)
+            client = TrajectoryClient(keys, TRAINER, lambda: listener.address)
+            running = asyncio.create_task(client.run())
+            asked = asyncio.create_task(client.batch(1, wait=0.0))
+            first = await listener.receive()
+            for _ in range(2):
+                await listener.receive()
+            await listener.send(first.peer, NotYet(), first.ask)
+            assert await asked is None
+            await client.close()
+            await running
+            await listener.close()
+
+    asyncio.run(run())
+
+
+# ── prompts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Digits:
+    """A task of growing prompts."""
+
+    def __init__(self, seed: int) -> None:
+        del seed
+
+    def prompt(self, i: int) -> str:
+        return "7" * i
+
+    def answer(self, i: int) -> str:
+        return ""
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+def _prompts(tmp_path: Path, **roles: Any) -> Callable[[int], Any]:
+    table = {
+        "run": {"name": "test", "steps": 1},
+        "model": {"max_length": 20, "tokenizer": {"pieces": "0123456789"}},
+        "task": {"function": f"{__name__}:Digits"},
+        "sampling": {"max_new_tokens": 8},
+        "roles": roles,
+    }
+    job = resolved(Job.model_validate(table))
+    return server_module._prompts(cast(Any, SimpleNamespace(job=job, launch=SimpleNamespace(cwd=str(tmp_path)))))
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_none_for_a_model_that_is_built_too(tmp_path: Path) -> None:
+    prompts = _prompts(tmp_path)
+    assert len(prompts(12).tokens) == 12
+    with pytest.raises(ValueError, match=r"a prompt of 13 tokens: .* more than the model takes \(max_length = 20\)"):
+        prompts(13)
+    with pytest.raises(ValueError, match="a prompt of no tokens"):
+        prompts(0)
+
+
+def test_where_the_model_is_the_users_own_nobody_knows_how_long_a_prompt_may_be(tmp_path: Path) -> None:
+    own = {"command": ["true"]}
+    assert len(_prompts(tmp_path, trainer=own, rollout=own)(100).tokens) == 100
+
+
 class InThisProcess:
     """A dialer whose store is here. ``asked``: what it was asked."""
 
@@ -333,7 +494,7 @@ class InThisProcess:
         self.store = store
         self.asked: list[Any] = []
 
-    async def ask(self, request: Any, timeout: float) -> Answer:
+    async def ask(self, request: Any, by: float, again: float) -> Answer:
         self.asked.append(request)
         return answer(self.store, request)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rrl.roles.trajectories.log import Superseded
+from rrl.roles.trajectories.store import ALL_UNASKABLE, UNASKABLE
 from rrl.roles.trajectories.types import (
     Bound,
     CommittedState,
@@ -16,6 +17,7 @@ from rrl.roles.trajectories.types import (
     Done,
     Leased,
     NotYet,
+    Prompt,
     Score,
     Scoring,
     Segment,
@@ -115,6 +117,73 @@ def test_a_trajectory_over_two_lives_keeps_the_version_of_each_token(tmp_path: P
     assert first.id == 0
     assert first.tokens == (5, 6, 7, 1)
     assert first.versions == (Version(3, 1), Version(3, 1), Version(4, 1), Version(4, 1))
+
+
+# ── items without a prompt ─────────────────────────────────────────────────────────────────────────────────────────
+def _without(*items: int) -> Callable[[int], Prompt]:
+    def made(index: int) -> Prompt:
+        if index in items:
+            raise KeyError(f"item {index}") if index % 2 else ValueError(f"item {index} is too long")
+        return prompt(index)
+
+    return made
+
+
+def test_an_item_without_a_prompt_is_dropped_and_the_next_one_takes_its_place(tmp_path: Path) -> None:
+    store = open_store(tmp_path, next_prompt=_without(0, 2, 3))
+    items = lease(store)
+    assert len(items) == 2 * BATCH * GROUP, "there is as much to work on as ever"
+    assert sorted({item.group for item in items}) == [1, 4, 5, 6]
+    assert {item.prompt for item in items} == {prompt(index).tokens for index in (1, 4, 5, 6)}
+    store.flush()
+    store.close()
+    again = open_store(tmp_path, next_prompt=_without(7))
+    assert again.audit().dropped == {UNASKABLE: 3 * GROUP}
+    for number in range(1, 5):
+        train(again, number)
+    audit = again.audit()
+    assert audit.dropped == {UNASKABLE: 4 * GROUP}
+    assert audit.made == audit.trained + 4 * GROUP + audit.open
+
+
+def test_items_without_a_prompt_take_nobodys_turn_where_age_is_limited(tmp_path: Path) -> None:
+    """A rollout with the newest weights would be told to wait for newer ones, which there are not."""
+    store = open_store(tmp_path, staleness=0, next_prompt=_without(*range(BATCH)))
+    answer = store.lease_work(ROLLOUT, 1, (), 0)
+    assert isinstance(answer, Leased)
+    assert not answer.outdated
+    assert [item.group for item in answer.items] == [BATCH]
+    more = lease(store, OTHER, weights=0)
+    assert len(answer.items) + len(more) == BATCH * GROUP, "as much as the step takes"
+
+
+def test_that_an_item_has_no_prompt_is_said_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path, next_prompt=_without(0, 1))
+    lease(store)
+    said = store.warning()
+    assert said is not None
+    assert "item 0 of [task] is dropped: item 0 is too long" in said
+    assert store.warning() is None
+
+
+@pytest.mark.parametrize("good", [0, 5])
+def test_a_task_that_has_no_prompt_for_many_items_in_a_row_ends_the_store_and_loses_none_of_them(
+    tmp_path: Path, good: int
+) -> None:
+    bad = range(good, good + ALL_UNASKABLE)
+    store = open_store(tmp_path, max_ahead_batches=20, next_prompt=_without(*bad))
+    with pytest.raises(ValueError, match=rf"{ALL_UNASKABLE} items of \[task\] in a row, up to item {bad[-1]}, have no"):
+        lease(store)
+    store.close()
+    healed = open_store(tmp_path)
+    assert healed.audit().dropped == {}
+    assert [item.group for item in lease(healed, at_most=1)] == [0]
+
+
+def test_items_without_a_prompt_here_and_there_end_nothing(tmp_path: Path) -> None:
+    bad = [index for index in range(4 * ALL_UNASKABLE) if index % ALL_UNASKABLE]
+    store = open_store(tmp_path, max_ahead_batches=1, next_prompt=_without(*bad))
+    assert [item.group for item in lease(store)][::GROUP] == [0, 32, 64, 96]
 
 
 # ── appending ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,80 @@
+"""A batch on its way to the trainer, and what each member of a gang gets of it."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import pytest
+
+from rrl.roles.trajectories.packed import Elsewhere, share, unpacked
+from rrl.roles.trajectories.records import pack_tokens
+from rrl.roles.trajectories.types import Answer, Batch, Bound, PackedBatch, PackedTrajectory, Trajectory
+from rrl.spec import job_checks
+from rrl.spec.words import Version
+from rrl.transport.wire import CONTROL, Codec, frame
+
+_PROMPTS = {3: (2, 3, 4), 7: (5,)}
+
+
+def _packed(trajectory: int, group: int, tokens: int, runs: tuple[tuple[int, int, int], ...]) -> PackedTrajectory:
+    content = array("f", [-0.5 * place for place in range(tokens)]).tobytes()
+    return PackedTrajectory(trajectory, group, pack_tokens(tuple(range(tokens))), content, runs, 1.0, trajectory / 2)
+
+
+def _batch() -> PackedBatch:
+    trajectories = (
+        _packed(6, 3, 3, ((1, 4, 1), (2, 5, 2))), _packed(7, 3, 0, ()), _packed(14, 7, 1, ((1, 5, 2),)),
+        _packed(15, 7, 2, ((2, 5, 2),)), _packed(16, 7, 2, ((2, 4, 1),)),
+    )  # fmt: skip
+    return PackedBatch(9, (3, 7), "digest", tuple(map(pack_tokens, _PROMPTS.values())), trajectories, stale=2)
+
+
+def _whole(trajectory: int, group: int, tokens: int, *versions: Version) -> Trajectory:
+    logprobs = tuple(-0.5 * place for place in range(tokens))
+    return Trajectory(
+        trajectory, group, _PROMPTS[group], tuple(range(tokens)), logprobs, versions, 1.0, trajectory / 2
+    )  # fmt: skip
+
+
+OLD, NEW = Version(4, 1), Version(5, 2)
+WHOLE = Batch(9, (3, 7), "digest", (
+    _whole(6, 3, 3, OLD, NEW, NEW), _whole(7, 3, 0), _whole(14, 7, 1, NEW), _whole(15, 7, 2, NEW, NEW),
+    _whole(16, 7, 2, OLD, OLD),
+), stale=2)  # fmt: skip
+
+
+def test_a_batch_is_read_as_plain_tuples_whatever_its_way() -> None:
+    read = Codec(Answer).read(frame(1, 2, Bound(_batch())))
+    assert read is not None
+    assert unpacked(read[2].batch) == WHOLE
+
+
+@pytest.mark.parametrize("world", [2, 3, 6])
+def test_a_member_has_the_tokens_of_its_own_trajectories_and_of_the_others_all_that_the_step_depends_on(
+    world: int,
+) -> None:
+    for rank in range(world):
+        mine = unpacked(share(_batch(), rank, world))
+        assert mine.trajectories[rank::world] == WHOLE.trajectories[rank::world]
+        assert mine.trajectories[0] == WHOLE.trajectories[0]
+        for one, of in zip(mine.trajectories, WHOLE.trajectories, strict=True):
+            assert (one.id, one.group, one.prompt, one.training) == (of.id, of.group, of.prompt, of.training)
+            assert len(one.tokens) == len(one.logprobs) == len(one.versions) == len(of.tokens)
+            assert tuple(one.versions) == of.versions
+        assert (mine.number, mine.groups, mine.digest, mine.stale) == (9, (3, 7), "digest", 2)
+
+
+def test_tokens_that_another_member_has_are_never_taken_for_none() -> None:
+    theirs = unpacked(share(_batch(), 0, 2)).trajectories[3]
+    assert isinstance(theirs.tokens, Elsewhere)
+    with pytest.raises(LookupError, match="another member"):
+        list(theirs.tokens)
+
+
+def test_no_batch_that_the_check_of_job_toml_lets_pass_is_larger_than_its_message() -> None:
+    assert CONTROL.frame == job_checks.BATCH_FRAME
+    tokens, versions = 1000, 60
+    trajectory = _packed(2**40, 2**40, tokens, ((tokens // versions + 2**20, 2**20, 2**20),) * versions)
+    data = msgspec.msgpack.encode(trajectory)
+    assert len(data) <= job_checks._TOKEN * tokens + job_checks._TRAJECTORY
