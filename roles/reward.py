@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import rrl
-from rrl.roles.tasks import Task, load_task
+from rrl.roles.refusal import refusing
+from rrl.roles.tasks import Task, TaskError, load_task
 from rrl.roles.tokenizer import Tokenizer, open_tokenizer
 from rrl.roles.trajectories.types import Score, ToScore
 
@@ -52,9 +53,12 @@ class Scorer:
 
 
 def main() -> None:
-    with rrl.join() as me:
+    me = rrl.join()
+    with refusing():
         tokenizer = open_tokenizer(me.job["model"])
+    with refusing(TaskError):
         task = load_task(me.job["task"], me.job["run"]["seed"], tokenizer, Path(me.launch.cwd))
+    with me:
         scorer = Scorer(task, tokenizer)
         for work in me.scoring(at_most=me.settings["lease"]):
             with me.phase("score"):

@@ -50,4 +50,8 @@ def _plain(text: str) -> str:
     """A number without what people put around it: "$\\boxed{1,234}$." is 1234."""
     text = re.sub(r"\\boxed\{(.*)\}", r"\1", text.strip())
     text = re.sub(r"[$,\s*]|\\[()\[\]]", "", text).rstrip(".")
-    return str(int(text)) if re.fullmatch(r"[+-]?\d+", text) else text
+    number = re.fullmatch(r"([+-]?)0*([0-9]+)", text)  # as text: Python makes no number of more than 4300 digits
+    if number is None:
+        return text
+    sign, digits = number.groups()
+    return f"-{digits}" if sign == "-" and digits != "0" else digits

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import rrl
+from rrl.roles.device import given_device
 from rrl.roles.model import ModelSpec, materialise, model_spec, skeleton
+from rrl.roles.refusal import refusing
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
 from rrl.roles.tensors import unpack
@@ -68,19 +70,22 @@ def _renew(me: rrl.Worker, engine: Engine) -> None:
 
 def _builder(me: rrl.Worker) -> Callable[[], Engine]:
     """What makes the engine. Ends the process with exit code 2 and one line where it can never be made."""
-    spec, tokenizer = model_spec(me.job["model"]), open_tokenizer(me.job["model"])
     torch.set_num_threads(me.settings["threads"])
-    return (_vllm if me.settings["engine"] == "vllm" else _torch)(me, spec, tokenizer)
+    with refusing():
+        spec, tokenizer = model_spec(me.job["model"]), open_tokenizer(me.job["model"])
+        model = skeleton(spec, tokenizer.size, spec.computes_in)
+    return (_vllm if me.settings["engine"] == "vllm" else _torch)(me, spec, model, tokenizer)
 
 
 def _sampling(me: rrl.Worker) -> Sampling:
     return Sampling(me.job["sampling"]["temperature"], me.settings["segment_tokens"])
 
 
-def _torch(me: rrl.Worker, spec: ModelSpec, tokenizer: Tokenizer) -> Callable[[], Engine]:
+def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
+    device = given_device(me.launch)
+
     def build() -> Engine:
-        model = skeleton(spec, tokenizer.size, spec.computes_in)
-        materialise(model, torch.device("cpu"))
+        materialise(model, device)
         seed = seed_of(me.job["run"]["seed"], me.launch.life)
         return TorchEngine(
             model, ends=tokenizer.ends, seed=seed, sampling=_sampling(me), lease=me.settings["lease"]
@@ -89,21 +94,17 @@ def _torch(me: rrl.Worker, spec: ModelSpec, tokenizer: Tokenizer) -> Callable[[]
     return build
 
 
-def _vllm(me: rrl.Worker, spec: ModelSpec, tokenizer: Tokenizer) -> Callable[[], Engine]:
+def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
     from rrl.roles.rollout import vllm_setup  # here: whoever has no vLLM does without
 
     vllm_setup.environment(me.settings["threads"])
-    model = skeleton(spec, tokenizer.size, spec.computes_in)
-    try:
+    with refusing(vllm_setup.CannotWork):
         config = vllm_setup.configure(
             vllm_setup.folder_of(model, me.run_dir.hf_model) if spec.path is None else Path(spec.path),
             dtype=spec.dtype, max_length=max_length(me.job["model"]),
             seed=seed_of(me.job["run"]["seed"], me.launch.life) % _VLLM_SEEDS,
-            lease=me.settings["lease"], memory=me.settings["mem"], given=me.settings["vllm"],
+            lease=me.settings["lease"], memory=me.settings["mem"], gpus=me.launch.gpus, given=me.settings["vllm"],
         )  # fmt: skip
-    except vllm_setup.CannotWork as error:
-        print(f"rrl: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
 
     def build() -> Engine:
         from rrl.roles.rollout.vllm_engine import VllmEngine

@@ -27,19 +27,20 @@ def seed_of(run_seed: int, life: Life) -> int:
 
 
 class TorchEngine:
-    """``model`` is any transformers causal language model; a token of ``ends`` ends a trajectory; ``seed`` is this
-    life's. At most ``lease`` trajectories grow at once, and there is room once all are complete. A step is a segment of
-    each."""
+    """``model`` is any transformers causal language model, on the device that is to compute; a token of ``ends`` ends a
+    trajectory; ``seed`` is this life's. At most ``lease`` trajectories grow at once, and there is room once all are
+    complete. A step is a segment of each."""
 
     def __init__(
         self, model: nn.Module, *, ends: frozenset[int], seed: int, sampling: Sampling | None = None, lease: int = 64
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self._ends = ends
-        self._end_tokens = torch.tensor(sorted(ends))
+        self._device = next(model.parameters()).device
+        self._end_tokens = torch.tensor(sorted(ends), device=self._device)
         self._sampling = sampling or Sampling()
         self._lease = lease
-        self._chance = torch.Generator().manual_seed(seed)
+        self._chance = torch.Generator(self._device).manual_seed(seed)
         self._version: Version | None = None
         self._rows: list[_Row] = []
         self._flight: _Flight | None = None
@@ -72,7 +73,7 @@ class TorchEngine:
         if finished or not self._rows:
             return [], finished
         if self._flight is None:
-            self._flight = _Flight(self._rows, self._version)
+            self._flight = _Flight(self._rows, self._version, self._device)
         segments = self._grow(self._flight, self._rows)
         finished = [row.trajectory for row in self._rows if row.ended(self._ends)]
         self._keep([place for place, row in enumerate(self._rows) if not row.ended(self._ends)])
@@ -98,7 +99,7 @@ class TorchEngine:
             self._flight = None
 
     def _grow(self, flight: _Flight, rows: Sequence[_Row]) -> list[Segment]:
-        tokens, logprobs = self._decode(flight, torch.tensor([row.left for row in rows]))
+        tokens, logprobs = self._decode(flight, torch.tensor([row.left for row in rows], device=self._device))
         return [
             row.grow(these, theirs, flight.version, self._ends)
             for row, these, theirs in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
@@ -108,7 +109,7 @@ class TorchEngine:
     def _decode(self, flight: _Flight, left: Tensor) -> tuple[Tensor, Tensor]:
         """The next tokens of every row and their log-probabilities, both [B, n]; a row that ends early is filled up."""
         sampling, tokens, logprobs = self._sampling, [], []
-        done = torch.zeros(len(left), dtype=torch.bool)
+        done = torch.zeros(len(left), dtype=torch.bool, device=self._device)
         for count in range(1, sampling.segment_tokens + 1):
             every = log_probs(flight.read(self._model), sampling.temperature)
             if sampling.greedy:
@@ -135,7 +136,7 @@ class TorchEngine:
     @torch.inference_mode()
     def probe(self) -> None:
         """See :class:`rrl.roles.rollout.engine.Engine`."""
-        logits = self._model(input_ids=torch.tensor([[0]]), use_cache=False).logits
+        logits = self._model(input_ids=torch.tensor([[0]], device=self._device), use_cache=False).logits
         if not bool(torch.isfinite(logits).all()):
             raise RuntimeError(f"the model with weights {self._version} does not give finite logits")
 
@@ -175,20 +176,21 @@ class _Flight:
     Rows of different length are padded on the left. Equal prefixes, as in a GRPO group, are read once.
     """
 
-    def __init__(self, rows: Sequence[_Row], version: Version) -> None:
+    def __init__(self, rows: Sequence[_Row], version: Version, device: torch.device) -> None:
         self.version = version
         unique: dict[tuple[int, ...], int] = {}
         places = [unique.setdefault(tuple(row.tokens), len(unique)) for row in rows]
         longest = max(len(prefix) for prefix in unique)
-        self.unread = torch.tensor([[0] * (longest - len(prefix)) + list(prefix) for prefix in unique])
+        padded = [[0] * (longest - len(prefix)) + list(prefix) for prefix in unique]
+        self.unread = torch.tensor(padded, device=device)
         """[B, n], of unique prefixes at first"""
-        self._spread: Tensor | None = torch.tensor(places)
+        self._spread: Tensor | None = torch.tensor(places, device=device)
         """which prefix each row has; None once the cache has a row for each row"""
         self._seen: Tensor | None = None
         """[B, tokens read and unread], 0 for padding; None when nothing is padded"""
         if any(len(prefix) < longest for prefix in unique):
-            padding = torch.tensor([[longest - len(prefix)] for prefix in unique])
-            self._seen = (torch.arange(longest)[None, :] >= padding).long()
+            padding = torch.tensor([[longest - len(prefix)] for prefix in unique], device=device)
+            self._seen = (torch.arange(longest, device=device)[None, :] >= padding).long()
         self._cache = DynamicCache()
 
     def read(self, model: nn.Module) -> Tensor:
@@ -210,7 +212,7 @@ class _Flight:
     def keep(self, places: Sequence[int]) -> None:
         """Drop all rows but these."""
         if places:
-            index = torch.tensor(places)
+            index = torch.tensor(places, device=self.unread.device)
             self.unread = self.unread[index]
             self._select(index)
 

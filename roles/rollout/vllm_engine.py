@@ -18,7 +18,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rrl.roles.model import fitting
 from rrl.roles.rollout.engine import Grown, Sampling
-from rrl.roles.rollout.vllm_weights import BUCKET, buckets
+from rrl.roles.rollout.vllm_buckets import BUCKET, buckets, shared
 from rrl.roles.trajectories.types import Item, Segment
 from rrl.spec.words import Version
 
@@ -166,8 +166,12 @@ class VllmEngine:
         for one in self._growing.values():
             self._close(one)
         self._llm.collective_rpc("start_weight_update")
-        for bucket in [given] if self._alone else buckets(given, BUCKET):  # alone: they are views, and stay views
-            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"tensors": bucket}})
+        if self._alone:  # they are views, and stay views
+            self._llm.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
+        else:
+            for bucket in buckets(given, BUCKET):
+                with shared(bucket) as told:
+                    self._llm.collective_rpc("update_weights", kwargs={"update_info": told})
         self._llm.collective_rpc("finish_weight_update")
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM keeps what it computed under the old weights")

@@ -5,7 +5,6 @@ Everything that cannot work is found here, before the rollout joins its run: :cl
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -18,27 +17,14 @@ import torch._dynamo.config
 from transformers import PreTrainedModel
 
 from rrl.spec.rundir import write_atomically
+from rrl.spec.vllm_arguments import OURS, unknown
 
 _KEY = "[roles.rollout] vllm"
-_OURS = {
-    "model": "it is [model] path, or built from [model]",
-    "tokenizer": "prompts and answers are tokens",
-    "skip_tokenizer_init": "prompts and answers are tokens",
-    "load_format": "weights come from the trainer",
-    "dtype": "it is [model] dtype",
-    "max_model_len": "it is [model] max_length",
-    "seed": "each life has one of its own, made of [run] seed",
-    "logprobs_mode": "the trainer needs those of the distribution sampled from",
-    "generation_config": "[sampling] says how to sample",
-    "weight_transfer_config": "weights come from the trainer",
-    "worker_extension_cls": "weights come from the trainer",
-    "async_scheduling": "new weights come between two steps",
-    "data_parallel_size": "ask for more replicas",
-    "pipeline_parallel_size": "a rollout is one step on one node: use tensor_parallel_size",
-}
-"""arguments that no user sets, and what says it instead"""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process: its steps are ours, nothing is orphaned
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of the running role has its sockets, and locks that nobody opens
+    "GLOO_SOCKET_IFNAME": "lo",  # of the workers' groups, which anybody may join; they are all on this node
+    "NCCL_SOCKET_IFNAME": "=lo",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -76,12 +62,13 @@ def folder_of(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def configure(
-    folder: Path, *, dtype: str, max_length: int | None, seed: int, lease: int, memory: int, given: Mapping[str, Any]
+    folder: Path, *, dtype: str, max_length: int | None, seed: int, lease: int, memory: int, gpus: int,
+    given: Mapping[str, Any],
 ) -> Any:
     """vLLM's own configuration (VllmConfig), checked by vLLM.
 
     ``folder``: the model's Hugging Face folder; ``max_length``: tokens, prompt and answer; ``memory``: of the role,
-    bytes; ``given``: the user's arguments. Raises CannotWork."""
+    bytes; ``gpus``: that it was given; ``given``: the user's arguments. Raises CannotWork."""
     try:
         from vllm import EngineArgs, __version__
         from vllm.config import WeightTransferConfig
@@ -98,6 +85,9 @@ def configure(
         "worker_extension_cls": "rrl.roles.rollout.vllm_weights.Extension",
     }  # fmt: skip
     cpu = current_platform.is_cpu()
+    if gpus and cpu:
+        raise CannotWork(f"[roles.rollout] gpus = {gpus}, and vLLM {__version__} computes on the CPU here: install the"
+                         " extra vllm, which is for GPUs, or write gpus = 0")  # fmt: skip
     default = {"max_num_seqs": min(lease, _MOST), "enforce_eager": cpu, "disable_log_stats": True}
     try:
         config = EngineArgs(**(default | dict(given) | ours)).create_engine_config()
@@ -112,12 +102,10 @@ def configure(
 
 def _check_names(given: Mapping[str, Any], known: set[str], whose: str) -> None:
     for name in given:
-        if name in _OURS:
-            raise CannotWork(f"{_KEY}.{name} is not yours to set: {_OURS[name]}")
+        if name in OURS:  # rrl check says it too; a job may have been resolved by another version of rrl
+            raise CannotWork(f"{_KEY}.{name} is not yours to set: {OURS[name]}")
         if name not in known:
-            close = difflib.get_close_matches(name, known - _OURS.keys(), 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise CannotWork(f"{_KEY}.{name}: {whose} has no such argument (EngineArgs){hint}")
+            raise CannotWork(f"{_KEY}.{name}: {unknown(name, known, whose)}")
 
 
 def _fit_cpu(config: Any, memory: int) -> None:

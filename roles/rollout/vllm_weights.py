@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,23 +23,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rrl.roles.rollout.vllm_buckets import mapped
+from rrl.transport.weights.manifest import TensorSpec
+
 BACKEND = "rrl"
-BUCKET = 256 * 2**20
-"""bytes of tensors that go to other processes in one message, or one tensor that is larger: each of them is copied"""
-
-
-def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """In order, so many in each as ``nbytes`` allow, and at least one."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > nbytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 @dataclass
@@ -50,9 +36,12 @@ class _Init(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Whole tensors under their Hugging Face names; each rank takes its share of them."""
+    """Whole tensors under their Hugging Face names; each rank takes its share of them. They are here, or all that
+    ``specs`` describe lie in the file ``place``."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    place: str = ""
+    specs: tuple[TensorSpec, ...] = ()
 
 
 class PlaneEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
@@ -63,13 +52,18 @@ class PlaneEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._missing: set[str] = set()
+        if multiprocessing.parent_process() is not None:
+            # A worker process. SIGTERM, the wish to stop, goes to the whole process group. The role finishes what is in
+            # hand, and needs its workers for that; they end when it closes the engine, or with it.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def init_transfer_engine(self, init_info: _Init) -> None:
         """There is nothing to dial: the plane is in the role's own process."""
 
     def start_weight_update(self) -> None:
-        self._missing = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
+        tied = _names(self.model, True) - _names(self.model, False)  # not told from others any more after the next line
+        initialize_layerwise_reload(self.model)  # what vLLM made of loaded weights, as the scales of fp8, is gone then
+        self._missing = _names(self.model, False) - tied
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -77,7 +71,8 @@ class PlaneEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Bucket) -> None:
-        loaded = self.model.load_weights(iter(update_info.tensors))
+        more = mapped(update_info.place, update_info.specs) if update_info.place else []
+        loaded = self.model.load_weights(iter([*update_info.tensors, *more]))
         self._missing -= self._missing if loaded is None else set(loaded)  # None: a model that does not tell
 
     def finish_weight_update(self) -> None:
@@ -88,6 +83,11 @@ class PlaneEngine(WeightTransferEngine[_Init, Bucket]):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """There is nothing to hang up."""
+
+
+def _names(model: nn.Module, all_names: bool) -> set[str]:
+    """Of its parameters; a tied one has several."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=not all_names)}
 
 
 def pack_embeddings_again(model: nn.Module) -> None:
@@ -104,9 +104,5 @@ class Extension:
     """Nothing is added to vLLM's worker; to name it is to import this module there."""
 
 
-if multiprocessing.parent_process() is not None:
-    # SIGTERM, the wish to stop, goes to the whole process group. The role finishes what is in hand, and needs its
-    # workers for that; they end when it closes the engine, or with it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, PlaneEngine)

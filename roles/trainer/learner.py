@@ -286,8 +286,10 @@ def _place(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
 def _logits(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
     """Logits of the tokens from ``first`` on, each from what stands before it: [B, L - first, vocabulary]."""
     wanted = tokens.shape[1] - first
-    logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=wanted).logits
-    return logits if logits.shape[1] == wanted else logits[:, -wanted:].contiguous()  # not every model knows the word
+    kept = max(1, wanted)  # 0 are all; an answer without tokens that is alone wants none
+    logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=kept).logits
+    surplus = logits.shape[1] - wanted  # not every model knows the word
+    return logits[:, surplus:].contiguous() if surplus else logits
 
 
 def _describe(batch: Batch) -> dict[str, float]:

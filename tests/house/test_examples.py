@@ -10,6 +10,7 @@ from rrl.examples.qwen3_8b import dapo_math
 from rrl.examples.smollm2 import make_model
 from rrl.spec.load import load_job
 from rrl.tests.lab import model_folders
+from rrl.tests.spec.test_vllm_arguments import fake_vllm
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name != "pyproject.toml")
@@ -39,6 +40,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(commands))
     monkeypatch.setenv("HOME", str(home))
+    fake_vllm(tmp_path / "site-packages", monkeypatch)  # what make test-vllm has
     model_folders.make(make_model.FOLDER.expanduser())
 
 
@@ -131,6 +133,10 @@ def test_the_problems_are_the_same_in_every_process_each_once(problems: str) -> 
         ("Answer: 7 is wrong.\nAnswer: 1234", True),
         ("Answer: 1234\nAnswer: 7", False),
         ("Answer: 01234", True),
+        ("Answer: -1234", False),
+        ("Answer: +1234", True),
+        (f"Answer: {'0' * 5000}1234", True),
+        (f"Answer: {'1' * 5000}", False),  # Python makes no number of it
         ("Answer: 12345", False),
         ("1234", False),
         ("Answer:", False),

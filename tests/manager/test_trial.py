@@ -78,10 +78,11 @@ def test_a_mistake_is_told_with_its_key_and_slurms_words(lab: SlurmLab) -> None:
 
 def test_more_than_a_partition_has_is_told_in_figures(lab: SlurmLab) -> None:
     has = "partition main has 5 of 8 CPUs, 8000 MiB, 2 GPUs"
+    three = 'replicas = 2\ngpus = 3\nengine = "vllm"\nvllm = { tensor_parallel_size = 3 }'
     found = tried(lab, {
         "cpus": SLURM.replace("cpus = 2", "cpus = 9"), "mem": SLURM.replace("1GiB", "9GiB"),
         "gpus": SLURM.replace("cpus = 2", "cpus = 2, gpus = 3"), "nodes": SLURM.replace("replicas = 2", "replicas = 9"),
-        "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", "replicas = 2\ngpus = 3"),
+        "rollout": SLURM.replace(FORM, 'form = "replica"').replace("replicas = 2", three),
     })  # fmt: skip
     told = {name: [(".".join(one.key), one.text, one.certain) for one in those] for name, those in found.items()}
     assert told == {

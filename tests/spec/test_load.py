@@ -196,6 +196,9 @@ WRONG: list[tuple[str, str, str]] = [
      "job.toml:11: model.kv_heads: 3 does not divide heads = 4; take a divisor"),
     ("[task]", "[sampling]\nmax_new_tokens = 64\n[task]", "job.toml:13: sampling.max_new_tokens: 64 leaves no room for"
      " a prompt in [model] max_length = 64; lower it or raise max_length"),
+    ("[task]", "[sampling]\nprompts_per_step = 64\ngroup_size = 64\nmax_new_tokens = 8000\n[model]\nmax_length = 9000\n"
+     "[task]", "job.toml:13: sampling.prompts_per_step: 64 groups of 64 answers of 8000 tokens are a batch of up to 254"
+     " MiB; 224 MiB is the most; lower prompts_per_step, group_size or max_new_tokens"),
     ("[task]", '[slurm]\n"--account" = "x"\n[task]', "job.toml:12: slurm: '--account' is no sbatch option;"
      " write its long name without dashes in front"),
     ("[task]", '[slurm]\naccount = "x\\ny"\n[task]',
@@ -336,6 +339,58 @@ def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(
     assert {role.name for role in load_job(tmp_path / "job.toml").view("python").roles if role.warm} == {
         "trainer", "rollout"
     }  # fmt: skip
+
+
+_ROLLOUTS = "job.toml:18: roles.rollout"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("vllm = { stream_interval = 8 }", ".vllm.stream_interval: is not yours to set: tokens that vLLM holds back would"
+         " count as the next version's; remove it"),
+        ("vllm.speculative_config.method = 'ngram'", ".vllm.speculative_config: is not yours to set: a draft model gets no"
+         " new weights; remove it"),
+        ("vllm = { logprobs_mode = 'raw_logprobs' }", ".vllm.logprobs_mode: is not yours to set: the trainer needs those of"
+         " the distribution sampled from; remove it"),
+        ("vllm = { tensor_parallel_size = 0 }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: how many"
+         " GPUs share the model"),
+        ("vllm = { tensor_parallel_size = true }", ".vllm.tensor_parallel_size: must be a whole number, 1 or more: how many"
+         " GPUs share the model"),
+        ("gpus = 4", ".gpus: vLLM would compute on 1 of the GPUs of each replica, and [roles.rollout] gpus = 4; make"
+         " tensor_parallel_size and gpus the same number"),
+        ("vllm = { tensor_parallel_size = 8 }\ngpus = 4", ".vllm.tensor_parallel_size: vLLM would compute on 8 of the GPUs"
+         " of each replica, and [roles.rollout] gpus = 4; make tensor_parallel_size and gpus the same number"),
+        ("vllm = { tensor_parallel_size = 4 }\ngpus = 4", ""),
+        ("vllm = { tensor_parallel_size = 2, gpu_memory_utilization = 0.5 }", ""),
+        ("command = ['mine']\nvllm = { stream_interval = 8 }", ""),
+    ],
+)  # fmt: skip
+def test_arguments_of_vllm_that_would_break_what_is_recorded_or_leave_gpus_idle_are_refused(
+    tmp_path: Path, written: str, expected: str
+) -> None:
+    text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4").replace("replicas = 2", f'engine = "vllm"\n{written}')
+    if expected:
+        assert complaint(tmp_path, text) == f"{_ROLLOUTS}{expected}"
+    else:
+        (tmp_path / "job.toml").write_text(text)
+        load_job(tmp_path / "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("replicas = 2", "vllm = { max_num_seqs = 8 }", 'job.toml:17: roles.rollout.vllm: are arguments of vLLM, and'
+         ' engine = "torch"; remove it, or write engine = "vllm"'),
+        ("replicas = 2", "gpus = 2", 'job.toml:17: roles.rollout.gpus: engine = "torch" computes on one GPU; write gpus = 1'
+         ' and more replicas, or engine = "vllm"'),
+        ("[roles.rollout]", "[roles.trainer]\nranks = 2\ngpus = 4\n[roles.rollout]", "job.toml:18: roles.trainer.gpus:"
+         " each rank of the built-in trainer computes on one GPU; write gpus = 1, and ranks = 8 for as many GPUs"),
+    ],
+)  # fmt: skip
+def test_gpus_that_nobody_would_compute_on_are_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    text = JOB.replace("cpus = 4", "gpus = 8, cpus = 4")
+    assert complaint(tmp_path, text.replace(old, new)) == expected
 
 
 def test_several_mistakes_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def vllm_engine(spec: ModelSpec, folder: Path, sampling: Sampling, lease: int = 
     model = skeleton(spec, VOCABULARY)
     config = vllm_setup.configure(
         vllm_setup.folder_of(model, folder) if spec.path is None else Path(spec.path), dtype="float32",
-        max_length=spec.max_length, seed=3, lease=lease, memory=MEMORY, given=given,
+        max_length=spec.max_length, seed=3, lease=lease, memory=MEMORY, gpus=0, given=given,
     )  # fmt: skip
     from rrl.roles.rollout.vllm_engine import VllmEngine
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.utils import replace_parameter
 
 from rrl.roles.model import weights
 from rrl.roles.rollout.engine import Engine, Sampling
@@ -226,4 +228,25 @@ def test_nothing_is_sampled_before_weights_have_come(tmp_path: Path) -> None:
     engine.add(engines.items(1))
     with pytest.raises(RuntimeError, match="no weights"):
         engine.step()
+    engine.close()
+
+
+def test_what_vllm_makes_of_loaded_weights_is_not_asked_of_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the scales of fp8 are made: parameters that stand in no file. (The CPU has no fp8 of vLLM's.)"""
+    load = UnquantizedLinearMethod.process_weights_after_loading
+
+    def load_and_scale(self: UnquantizedLinearMethod, layer: torch.nn.Module) -> None:
+        load(self, layer)
+        replace_parameter(layer, "weight_scale", torch.ones(1))
+
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", load_and_scale)
+    engine = engines.vllm_engine(SPEC, tmp_path, Sampling(temperature=TEMPERATURE, segment_tokens=SEGMENT))
+    for step, model in enumerate((_A, _B)):
+        engines.load(engine, step, model)
+        given, made = engines.items(4), Made()
+        engine.add(given)
+        made.to_the_end(engine)
+        assert made.worst(given, {step: model}, TEMPERATURE)[step] < ATOL
     engine.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +16,18 @@ from rrl.roles.model import skeleton
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout import vllm_setup
 from rrl.roles.rollout.vllm_setup import CannotWork
+from rrl.spec.vllm_arguments import OURS, known_here
 from rrl.spec.words import Life, ReplicaId
 from rrl.tests.vllm.engines import MEMORY, SPEC, VOCABULARY
 
 pytestmark = pytest.mark.vllm
 
 
-def _configure(folder: Path, lease: int = 16, **given: Any) -> Any:
+def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> Any:
     vllm_setup.environment(1)
     made = vllm_setup.folder_of(skeleton(SPEC, VOCABULARY), folder)
     return vllm_setup.configure(
-        made, dtype="float32", max_length=SPEC.max_length, seed=3, lease=lease, memory=MEMORY, given=given
+        made, dtype="float32", max_length=SPEC.max_length, seed=3, lease=lease, memory=MEMORY, gpus=gpus, given=given
     )
 
 
@@ -33,6 +36,7 @@ def _configure(folder: Path, lease: int = 16, **given: Any) -> Any:
     [
         ({"max_num_seq": 8}, r"^\[roles.rollout\] vllm.max_num_seq: vLLM \S+ has no .*; did you mean max_num_seqs\?$"),
         ({"model": "elsewhere"}, r"^\[roles.rollout\] vllm.model is not yours to set: it is \[model\] path"),
+        ({"stream_interval": 8}, r"vllm.stream_interval is not yours to set: tokens that vLLM holds back"),
         ({"logprobs_mode": "raw_logprobs"}, r"vllm.logprobs_mode is not yours to set: the trainer needs"),
         ({"max_num_seqs": -1}, r"^\[roles.rollout\] vllm = \{'max_num_seqs': -1\}: vLLM \S+ says: .*max_num_seqs"),
         ({"kv_cache_dtype": "none such"}, r"vLLM \S+ says: .*"),
@@ -42,6 +46,28 @@ def test_an_argument_that_cannot_work_is_told_in_one_line(tmp_path: Path, given:
     with pytest.raises(CannotWork, match=told) as caught:
         _configure(tmp_path, **given)
     assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_that_vllm_would_not_use_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CannotWork, match=r"^\[roles.rollout\] gpus = 2, and vLLM \S+ computes on the CPU here"):
+        _configure(tmp_path, gpus=2)
+
+
+def test_the_arguments_that_vllm_has_are_known_without_importing_it() -> None:
+    from vllm import EngineArgs
+
+    assert known_here() == {each.name for each in fields(EngineArgs)}
+    assert OURS.keys() <= known_here()
+
+
+def test_workers_are_spawned_and_meet_on_the_loopback_whatever_the_nodes_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    for name in right:
+        monkeypatch.setenv(name, "fork" if name.startswith("VLLM") else "ib0")
+    vllm_setup.environment(1)
+    assert {name: os.environ[name] for name in right} == right
 
 
 def test_the_users_arguments_reach_vllm_and_the_rest_fits_a_rollout_on_cpu(tmp_path: Path) -> None:
@@ -64,7 +90,7 @@ def test_a_rollout_whose_engine_cannot_work_ends_before_it_joins_with_code_2_and
     me = SimpleNamespace(  # without __enter__: it cannot be joined
         job={"model": model, "run": {"seed": 0}},
         settings={"engine": "vllm", "threads": 1, "lease": 16, "mem": MEMORY, "vllm": {}},
-        launch=SimpleNamespace(life=Life(ReplicaId("rollout/0"), 1), standby=False),
+        launch=SimpleNamespace(life=Life(ReplicaId("rollout/0"), 1), standby=False, gpus=0),
         run_dir=SimpleNamespace(hf_model=tmp_path / "hf-model"),
     )
     monkeypatch.setattr(rrl, "join", lambda: me, raising=False)

@@ -263,3 +263,17 @@ def test_a_probe_notices_weights_that_cannot_be_right() -> None:
     engine.load(Version(1, 1), broken.items())
     with pytest.raises(RuntimeError, match=r"v1\.1 does not give finite logits"):
         engine.probe()
+
+
+def test_all_that_it_computes_with_is_on_the_models_device() -> None:
+    """There is no GPU here: instead whatever is not put where the model is goes to a device that computes nothing."""
+    items = [_item(n, length=3 + n % 3, so_far=_prompt(n, n % 2), max_new=4 + n) for n in range(6)]
+    student, sampling = harness.learner(), Sampling(segment_tokens=2)
+    made = harness.engine(student, sampling=sampling)
+    model = build_model(harness.SMALL, 13, 3)
+    with torch.device("meta"):
+        here = TorchEngine(model, ends=frozenset({EOS}), seed=0, sampling=sampling)
+        here.load(Version(0, 1), student.weights().items())
+        here.probe()
+        segments = harness.roll_out(here, items)
+    assert segments == harness.roll_out(made, items)

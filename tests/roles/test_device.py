@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rrl.roles.device import given_device
+from rrl.roles.rollout import main as rollout_main
+from rrl.roles.trainer import gang
+from rrl.spec.launch import Launch
+from rrl.spec.words import Life, NodeName, ReplicaId
+
+pytestmark = pytest.mark.torch
+
+
+def _launch(role: str, gpus: int) -> Launch:
+    return Launch("t", "/r", Life(ReplicaId(f"{role}/0"), 1), NodeName("n7"), (), {}, "/", 1.0, False, gpus=gpus)
+
+
+def test_whoever_asked_for_no_gpu_computes_on_the_cpu_even_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert given_device(_launch("trainer", 0)) == torch.device("cpu")
+    assert given_device(_launch("trainer", 1)) == torch.device("cuda", 0)
+
+
+def _trains(me: Any) -> None:
+    gang.form(me)
+
+
+def _rolls_out(me: Any) -> None:
+    rollout_main._torch(me, *[me] * 3)
+
+
+@pytest.mark.parametrize(("role", "begin"), [("trainer", _trains), ("rollout", _rolls_out)])
+def test_a_gpu_that_was_asked_for_and_is_not_found_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role: str, begin: Callable[[Any], None]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        begin(SimpleNamespace(launch=_launch(role, 1), world=1))
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"rrl: [roles.{role}] gpus = 1, and torch {torch.__version__}, built ")
+    assert told.endswith(" finds no GPU on n7: install a torch for its driver, or write gpus = 0\n")
+    assert told.count("\n") == 1
+
+
+def test_a_rollout_in_torch_has_its_model_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be seen without one: where the weights are to lie."""
+    seen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rollout_main, "materialise", lambda model, device: seen.append(device))
+    monkeypatch.setattr(rollout_main, "TorchEngine", lambda *_, **__: None)
+    me: Any = SimpleNamespace(
+        launch=_launch("rollout", 1), settings={"segment_tokens": 1, "lease": 1},
+        job={"run": {"seed": 0}, "sampling": {"temperature": 1.0}},
+    )  # fmt: skip
+    nothing: Any = SimpleNamespace(ends=frozenset())
+    rollout_main._torch(me, nothing, nothing, nothing)()
+    assert seen == [torch.device("cuda", 0)]

@@ -1,0 +1,79 @@
+"""Mistakes of job.toml that only a role can find: one line, exit code 2, and nobody was told that it joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rrl
+from rrl.roles import reward
+from rrl.roles.refusal import refusing
+from rrl.roles.rollout import main as rollout_main
+from rrl.roles.tasks import TaskError
+from rrl.roles.trainer import main as trainer_main
+from rrl.roles.trajectories import server
+from rrl.spec.job import Job
+from rrl.spec.launch import Launch
+from rrl.spec.words import Life, NodeName, ReplicaId
+
+pytestmark = pytest.mark.torch
+
+_RIGHT = {"tokenizer": {"pieces": "0123456789="}}
+_TWICE = {"tokenizer": {"pieces": "00"}}
+_NOWHERE = {"path": "/nowhere/model"}
+
+
+def _end(role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, **tables: Any) -> Any:
+    said = {"run": {"name": "x", "steps": 1}, "model": _RIGHT, "task": {"dataset": "no_such_dataset"}} | tables
+    job = Job.model_validate(said).model_dump(mode="json")
+    launch = Launch("t", "/r", Life(ReplicaId(f"{role}/0"), 1), NodeName("n"), (), {}, "/", 1.0, False)
+    me = SimpleNamespace(job=job, settings=job["roles"][role], launch=launch)  # without __enter__: it cannot be joined
+    monkeypatch.setattr(rrl, "join", lambda: me, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("role", "main"),
+    [
+        ("trainer", trainer_main.main), ("rollout", rollout_main.main), ("reward", reward.main),
+        ("trajectories", server.main),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [(_TWICE, "rrl: [model.tokenizer] pieces has '0' twice\n"), (_NOWHERE, "rrl: [model] path: /nowhere/model")],
+)
+def test_a_model_that_cannot_be_is_one_line_and_exit_code_2(
+    role: str, main: Callable[[], None], model: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert _end(role, main, monkeypatch, model=model) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(told)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("role", "main"), [("reward", reward.main), ("trajectories", server.main)])
+def test_a_task_that_cannot_be_is_too(
+    role: str, main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _end(role, main, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.startswith('rrl: [task] dataset = "no_such_dataset": ')
+    assert said.count("\n") == 1
+
+
+def test_of_what_a_users_own_code_raises_the_traceback_is_kept() -> None:
+    with pytest.raises(ValueError, match="mine"), refusing(TaskError):
+        raise ValueError("mine")
+
+
+def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), refusing():
+        raise ValueError("several\n  lines")
+    assert capsys.readouterr().err == "rrl: several lines\n"

@@ -1,0 +1,47 @@
+"""What is known of vLLM without importing it. With a real one: tests/vllm/test_setup.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.spec.vllm_arguments import known_here, unknown
+
+SOURCE = """
+raise ImportError("nobody may import this")
+class Other:
+    not_this: int = 1
+class EngineArgs:
+    max_num_seqs: int | None = None
+    \"\"\"how many\"\"\"
+    tensor_parallel_size: int = field(default=1)
+    gpu_memory_utilization: float = 0.9
+    def method(self) -> None:
+        local: int = 1
+"""
+
+
+def fake_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str = SOURCE) -> None:
+    (folder / "vllm" / "engine").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").write_text("raise ImportError('nobody may import this')")
+    (folder / "vllm" / "engine" / "arg_utils.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+
+
+def test_arguments_are_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm(tmp_path, monkeypatch)
+    assert known_here() == {"max_num_seqs", "tensor_parallel_size", "gpu_memory_utilization"}
+
+
+def test_of_a_vllm_that_is_written_otherwise_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm(tmp_path, monkeypatch, "def (:")
+    assert known_here() == frozenset()
+
+
+def test_a_mistyped_argument_is_told_with_the_one_that_is_meant_if_the_user_may_set_it() -> None:
+    known = {"max_num_seqs", "stream_interval"}
+    assert unknown("max_num_seq", known, "X") == "X has no such argument (EngineArgs); did you mean max_num_seqs?"
+    assert unknown("stream_intervall", known, "X") == "X has no such argument (EngineArgs)"
