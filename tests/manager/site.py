@@ -7,7 +7,7 @@ that it does afterwards reaches the site. Files are real.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -429,6 +429,10 @@ class FakeListener:
     async def send(self, peer: bytes, message: Any, ask: int | None = None) -> None:
         if not self._mortal.dead:
             asyncio.get_running_loop().call_later(WIRE, self._deliver, peer.decode(), message)
+
+    async def send_all(self, peers: Iterable[bytes], message: Any) -> None:
+        for peer in peers:
+            await self.send(peer, message)
 
     def _deliver(self, tag: str, message: Any) -> None:
         actor = self._site.actors.get(tag)
