@@ -25,8 +25,8 @@ from rrl.spec.write import as_toml
 
 FIXED = ("run.name", "run.seed", "cluster.kind", "model", "task")
 """Keys of job.toml that cannot change: what was trained and stored would be of something else."""
-FREE = ("max_length",)
-"""keys in these tables that can"""
+FREE = ("model.max_length",)
+"""keys in these that can"""
 
 
 def resume(
@@ -108,7 +108,7 @@ def _check_fits(run: RunDir, state: State, job: Job, changed: Path | None) -> No
         return
     before, after = msgspec.json.decode(run.resolved.read_bytes())["job"], resolved(job)
     for key in FIXED:
-        if not _same(_at(before, key), _at(after, key)):
+        if not _same(_at(before, key), _at(after, key), key):
             raise BadInput(f"{changed}: {key} is not that of {run.id}; to change it start a new run")
     if not _at(before, "roles.trainer").get("kl") and _at(after, "roles.trainer.kl"):
         raise BadInput(f"{changed}: roles.trainer.kl is 0 in {run.id}, which has kept no initial model to stay near; to"
@@ -122,8 +122,10 @@ def _at(job: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _same(before: Any, after: Any) -> bool:
-    """A key that an earlier rrl did not have yet makes no difference."""
+def _same(before: Any, after: Any, at: str) -> bool:
+    """A key that an earlier rrl did not have yet makes no difference. ``at``: where these stand in job.toml."""
+    if at in FREE:
+        return True
     if isinstance(before, dict) and isinstance(after, dict):
-        return all(_same(value, after.get(key)) for key, value in before.items() if key not in FREE)
+        return all(_same(value, after.get(key), f"{at}.{key}") for key, value in before.items())
     return bool(before == after)

@@ -208,6 +208,15 @@ def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
     assert model.max_length == 50
 
 
+def test_what_a_task_calls_by_that_name_is_the_tasks(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = msgspec.json.decode(ended.run.resolved.read_bytes())
+    resolved["job"]["task"]["args"]["max_length"] = 5
+    ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
+    ended.job.write_text(ended.job.read_text().replace("min_terms = 2", "min_terms = 2, max_length = 9"))
+    told = ended.refuses(capsys, "--job", str(ended.job))
+    assert told == f"rrl: {ended.job}: task is not that of {RUN}; to change it start a new run\n"
+
+
 def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
     ended: Ended, capsys: pytest.CaptureFixture[str]
 ) -> None:
