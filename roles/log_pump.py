@@ -103,7 +103,7 @@ class LogPump:
 
     def _put(self, lines: bytes) -> None:
         if lines:
-            self._last = (self._last + lines)[-_LAST:]
+            self._last = (self._last + lines[-_LAST:])[-_LAST:]
             self._waiting.put(lines)
             self._tail.put(lines)
             self._more.set()
