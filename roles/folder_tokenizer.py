@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from rrl.spec.model_folder import CHAT_TEMPLATE, CONFIG, TOKENIZER, TOKENIZER_CONFIG, read_json
+from rrl.spec.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, ends_of, read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 """names under which a chat template may ask for them"""
@@ -93,9 +93,7 @@ class FolderTokenizer:
 
 def _ends(folder: Path, eos: int | None) -> frozenset[int]:
     """The tokenizer's own end, and those that the model was made to stop at."""
-    given = read_json(folder / "generation_config.json").get("eos_token_id")
-    if given is None:
-        given = read_json(folder / CONFIG).get("eos_token_id")
+    given = ends_of(folder)
     listed = given if isinstance(given, list) else [given]
     return frozenset(each for each in (eos, *listed) if isinstance(each, int))
 

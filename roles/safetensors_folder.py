@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rrl.spec.model_folder import WEIGHTS, read_json
+from rrl.spec.model_folder import INDEX, WEIGHTS, read_json
 
-_INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TOLD = 4
 """names in a message"""
@@ -70,7 +69,7 @@ def _fill(tensor: Tensor, stored: Any, what: str) -> None:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Which file has which tensor. What an index does not name is not read: other formats may lie beside it."""
-    index = read_json(folder / _INDEX).get("weight_map")
+    index = read_json(folder / INDEX).get("weight_map")
     try:
         if isinstance(index, dict):
             return {str(name): folder / str(file) for name, file in index.items()}

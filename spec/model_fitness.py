@@ -11,15 +11,15 @@ from typing import Any
 from rrl.spec.model_folder import (
     CHAT_TEMPLATE,
     CONFIG,
-    GENERATION_CONFIG,
+    INDEX,
     TOKENIZER,
     TOKENIZER_CONFIG,
     WEIGHTS,
+    ends_of,
     max_length,
     read_json,
 )
 
-_INDEX = "model.safetensors.index.json"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _OTHERWISE = {"gpt_neox": "its weights are put together otherwise than its file names them"}
 """model_type → why it is not trained"""
@@ -81,10 +81,10 @@ def _lengths(folder: Path, longest: int | None) -> Iterator[str]:
 
 def _weights(folder: Path) -> Iterator[str]:
     """Files that are not there, or not whole."""
-    shards = read_json(folder / _INDEX).get("weight_map")
+    shards = read_json(folder / INDEX).get("weight_map")
     for name in sorted(set(shards.values())) if isinstance(shards, dict) else ():
         if not (folder / str(name)).is_file():
-            yield f"{str(folder)!r} lacks {name}, which {_INDEX} names; copy it there"
+            yield f"{str(folder)!r} lacks {name}, which {INDEX} names; copy it there"
     for path in sorted(folder.glob(WEIGHTS)):
         if why := _broken(path):
             yield f"{path} {why}; copy it there again"
@@ -114,11 +114,9 @@ def _tokens(folder: Path, said: dict[str, Any]) -> Iterator[str]:
     if not isinstance(model, dict) or "vocab" not in model:
         yield f"{path} is no tokenizer; name a folder that save_pretrained of transformers made of one"
         return
-    config = read_json(folder / CONFIG)
-    ends = (read_json(folder / name).get("eos_token_id") for name in (GENERATION_CONFIG, CONFIG))
-    if said.get("eos_token") is None and all(end is None for end in ends):
+    if said.get("eos_token") is None and ends_of(folder) is None:
         yield f"{str(folder)!r} names no end of sequence; {TOKENIZER_CONFIG} needs eos_token"
-    embeds = config.get("vocab_size")
+    embeds = read_json(folder / CONFIG).get("vocab_size")
     ids = [token["id"] for token in tokenizer.get("added_tokens") or () if isinstance(token, dict)]
     ids += model["vocab"].values() if isinstance(model["vocab"], dict) else [len(model["vocab"]) - 1]
     known = 1 + max((one for one in ids if isinstance(one, int)), default=-1)

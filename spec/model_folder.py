@@ -14,6 +14,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 WEIGHTS = "*.safetensors"
+INDEX = "model.safetensors.index.json"
 SHAPE = (
     "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "initializer_range",
 )  # fmt: skip
@@ -38,6 +39,12 @@ def max_length(model: Mapping[str, Any]) -> int:
             if isinstance(most := table.get(key), int):
                 return most
     raise ValueError(f"{path} does not say how long a text may be (max_position_embeddings); write max_length")
+
+
+def ends_of(folder: Path) -> Any:
+    """The ids at which the folder's model was made to stop, one or a list; None where it says none."""
+    given = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+    return read_json(folder / CONFIG).get("eos_token_id") if given is None else given
 
 
 def read_json(path: Path) -> dict[str, Any]:
