@@ -333,3 +333,92 @@ def manage(run: NamedRun) -> None:
     from rrl.cli import submit as command
 
     raise typer.Exit(command.manage(run))
+
+
+health = typer.Typer(name="health", help="What is known of the nodes, for administrators.", rich_markup_mode=None)
+app.add_typer(health)
+
+Histories = Annotated[
+    list[Path] | None,
+    typer.Option("--history", metavar="DIR", show_default=False,
+                 help="Folders that runs append to; repeat it. Default: $RRL_HISTORY."),
+]  # fmt: skip
+Since = Annotated[str, typer.Option(metavar="TIME", help='From there on: "7d" ago, or "2026-11-20".')]
+
+
+@health.command(short_help="How nodes and site have been doing.")
+def report(
+    since: Since = "7d",
+    node: Annotated[str | None, typer.Option(metavar="NODES", show_default=False,
+                                             help="Only these: n12, n[1-8].")] = None,
+    format: Annotated[str, typer.Option(metavar="table|json|html", help="How it is told.")] = "table",
+    history: Histories = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", show_default=False,
+                                                help="Write it there instead.")] = None,
+) -> None:  # fmt: skip
+    """How nodes and site have been doing, from what the runs of all users found: each node's verdict, evidence, cost,
+    drain and what to do about it; the site's failure rate, mean time between failures and causes.
+
+    \b
+    rrl health report                           the last week, worst nodes first
+    rrl health report --since 28d --node n12    one node
+    rrl health report --format html -o r.html   one file with plots, to pass on
+    """
+    from rrl.cli import health_report as command
+
+    raise typer.Exit(command.report(since, node, format, history or [], output))
+
+
+@health.command("check", short_help="Is this node fit, now?")
+def health_check(
+    json: Json = False,
+    prolog: Annotated[
+        bool,
+        typer.Option("--prolog", help="Exit code 2 for FAIL and 0 for all else; GPUs of the job must be free."),
+    ] = False,
+    within: Annotated[str, typer.Option(metavar="TIME", help="How long it may take.")] = "20s",
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False,
+                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
+    ] = None,
+    checks: Annotated[
+        str | None, typer.Option(metavar="A,B", show_default=False, help="Only these checks. Default: all.")
+    ] = None,
+    mount: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", show_default=False, help="A path that must answer; repeat it.")
+    ] = None,
+    rates: Annotated[bool, typer.Option("--rates", help="Read twice, 2 s apart: also see what is rising now.")] = False,
+) -> None:  # fmt: skip
+    """Look at this node: GPUs, links, kernel log, network, mounts, host. Changes nothing. Exit code: 0 OK, 1 WARN,
+    2 FAIL, 3 UNKNOWN, or the check itself could not be made.
+
+    \b
+    rrl health check                                   everything
+    rrl health check --checks mounts,disk --json       some of it, for programs
+    rrl health check --prolog --config /etc/rrl/health.toml
+    """
+    from rrl.cli import health_check as command
+
+    raise typer.Exit(
+        command.check(json=json, prolog=prolog, within=within, config=config, only=checks, mounts=mount or (),
+                      rates=rates)
+    )  # fmt: skip
+
+
+@health.command("drain-requests", short_help="Nodes that runs want to be drained.")
+def drain_requests(
+    apply: Annotated[bool, typer.Option("--apply", help="Drain them in Slurm; needs the rights to.")] = False,
+    since: Since = "28d",
+    history: Histories = None,
+    json: Json = False,
+) -> None:
+    """Nodes that runs found broken and may not drain themselves, each as a line for an administrator to paste.
+
+    \b
+    rrl health drain-requests            what is asked for, and why
+    rrl health drain-requests --apply    drain them; exit code 1 if any was refused
+    """
+    from rrl.cli import health_drains as command
+
+    raise typer.Exit(command.drain_requests(since, history or [], apply=apply, json=json))

@@ -14,6 +14,9 @@ from rrl.manager.fold_marks import DRAIN, UNDRAIN
 from rrl.spec.faults import TRAITS, Hits
 from rrl.spec.words import AGENT, SHADOW, Finding, Life, NodeName, Verdict, role_of
 
+STACKS_NEAR = 60.0
+"""s between a failure and stacks that tell something of it"""
+
 
 class Failure(Struct, frozen=True):
     """One life that failed, or a node that failed with nobody on it. Times are the manager's, s since the epoch."""
@@ -39,7 +42,7 @@ def failures(events: Iterable[ev.Stamped]) -> list[Failure]:
     account = _Account()
     for stamped in events:
         account.enter(stamped.event, stamped.at)
-    return list(account.found.values())
+    return [account.with_stacks(failure) for failure in account.found.values()]
 
 
 class _Account:
@@ -52,6 +55,8 @@ class _Account:
         self._nodes_hit: set[NodeName] = set()
         self._left: set[str] = set()
         """nodes that a person has the run leave: their agents and shadows end with that"""
+        self._stacks: dict[Life, tuple[float, ev.StacksTaken]] = {}
+        """the newest of each, and when they were taken"""
         self._ending = False
         """everything that ends from here on was asked to"""
 
@@ -69,6 +74,8 @@ class _Account:
             self._failed(self._launches[event.tag], at, f"not launched: {event.detail}", over=True)
         elif isinstance(event, ev.FaultInjected) and event.ok and not event.ended:
             self._hit(event)
+        elif isinstance(event, ev.StacksTaken):
+            self._stacks[event.life] = at, event
         elif isinstance(event, ev.Resumed):
             self._ending = False
         elif isinstance(event, ev.Commanded) and event.command == DRAIN:
@@ -77,6 +84,16 @@ class _Account:
             self._left.discard(event.target)
         elif isinstance(event, ev.Joined | ev.FirstWorkDone):
             self._back(event.life, at, worked=isinstance(event, ev.FirstWorkDone))
+
+    def with_stacks(self, failure: Failure) -> Failure:
+        """With what its processes were seen to do shortly before or after, where no finding says it already."""
+        if failure.life not in self._stacks:
+            return failure
+        at, taken = self._stacks[failure.life]
+        said = [*taken.groups, *([f"whole: {taken.file}"] if taken.file else [])]
+        if abs(at - failure.at) > STACKS_NEAR or any(line.endswith(said[0]) for line in failure.told):
+            return failure
+        return structs.replace(failure, told=(*failure.told, *(f"stacks: {line}" for line in said)))
 
     def _hit(self, event: ev.FaultInjected) -> None:
         if event.life is not None:

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from rrl.cli.asking import BadInput, Reader, find_run
 from rrl.cli.log_files import Log, all_logs
 from rrl.cli.log_lines import LifeTail, Line, Wanted
+from rrl.cli.moments import moment
 from rrl.spec.descriptors import raise_nofile
 from rrl.spec.loglines import STAMP, seconds_of, stamp
 from rrl.spec.rundir import RunDir
@@ -26,8 +26,6 @@ PAUSE = 0.4
 NEWEST = 20
 """lines of each log, where nothing else says how many"""
 _COLOURS = (36, 33, 32, 35, 34, 31)
-_AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d)")
-_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def logs(
@@ -82,7 +80,7 @@ def _follow(
 def _wanted(lines: int | None, since: str | None, grep: str | None) -> Wanted:
     if lines is None and since is None and grep is None:
         lines = NEWEST
-    return Wanted(lines, b"" if since is None else stamp(int(_moment(since) * 1e6)), _matcher(grep))
+    return Wanted(lines, b"" if since is None else stamp(int(moment(since) * 1e6)), _matcher(grep))
 
 
 def _matcher(grep: str | None) -> Callable[[bytes], object] | None:
@@ -92,20 +90,6 @@ def _matcher(grep: str | None) -> Callable[[bytes], object] | None:
         return re.compile(grep.encode()).search
     except re.error as error:
         raise BadInput(f'--grep "{grep}" is no regular expression: {error}') from None
-
-
-def _moment(text: str) -> float:
-    """s since the epoch."""
-    if match := _AGO.fullmatch(text.strip()):
-        return time.time() - float(match[1]) * _UNITS[match[2]]
-    try:
-        moment = datetime.fromisoformat(text.strip()).timestamp()
-    except (ValueError, OverflowError, OSError):
-        moment = -1.0
-    if moment < 0:
-        right = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
-        raise BadInput(f'--since "{text}" is no time; write for example {right}')
-    return moment
 
 
 def _chosen(run: RunDir, whose: str | None) -> list[Log]:

@@ -27,7 +27,7 @@ from rrl.spec.units import DURATION, SIZE, duration_text
 from rrl.spec.write import field_text
 
 PAGE = Path(__file__).parent / "job.md"
-_EXPLAINED_BY: dict[str, type] = {"limits": jobview.Limits, "recovery": jobview.Recovery}
+_EXPLAINED_BY: dict[str, type] = {"limits": jobview.Limits, "recovery": jobview.Recovery, "health": jobview.HealthView}
 """tables whose keys are explained where the manager reads them"""
 _INTRODUCTION = """\
 # job.toml

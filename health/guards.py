@@ -12,9 +12,11 @@ from heapq import heappop, heappush
 from math import inf
 from typing import TypeVar
 
+from rrl.health import gangs
 from rrl.health.blame import charge
-from rrl.health.progress import NODE_DETECTORS, PROGRESS_DETECTORS
+from rrl.health.progress import NODE_DETECTORS, PRESENCE_DETECTORS, PROGRESS_DETECTORS
 from rrl.health.sightings import NodeSighting, Watch
+from rrl.health.suspicion import next_ask
 from rrl.spec.jobview import Limits
 from rrl.spec.words import Finding, NodeName, Verdict
 
@@ -55,7 +57,7 @@ def detect(watch: Watch, limits: Limits, now: float) -> tuple[list[Finding], flo
         _look_at(watch, memo, node)
     if again and (before or memo.raw):
         raw = sorted((finding for found in memo.raw.values() for finding in found), key=lambda finding: finding.key)
-        memo.findings = sorted(_fold(charge(raw, watch), watch), key=lambda finding: finding.key)
+        memo.findings = sorted(_fold(charge(gangs.judge(raw, watch), watch), watch), key=lambda finding: finding.key)
     return list(memo.findings), _next_look(memo)
 
 
@@ -65,6 +67,7 @@ def _look_at(watch: Watch, memo: _Memo, node: NodeName) -> None:
     if home is None:  # forgotten
         memo.raw.pop(node, None)
         memo.look.pop(node, None)
+        watch.asks.pop(node, None)
         return
     found, look = _judge(home, memo.limits, memo.now)
     if found:
@@ -72,12 +75,14 @@ def _look_at(watch: Watch, memo: _Memo, node: NodeName) -> None:
     else:
         memo.raw.pop(node, None)
     memo.look[node] = look
+    watch.asks[node] = next_ask(home, memo.limits)
     _enqueue(memo, node)
 
 
 def _judge(home: NodeSighting, limits: Limits, now: float) -> tuple[list[Finding], float]:
-    agent = [home.agent] if home.agent else []
-    judged = [_climb(PROGRESS_DETECTORS, seen, limits, now) for seen in (*agent, *home.residents.values())]
+    judged = [_climb(PROGRESS_DETECTORS, seen, limits, now) for seen in home.residents.values()]
+    if home.agent:
+        judged.append(_climb(PRESENCE_DETECTORS, home.agent, limits, now))
     judged.append(_climb(NODE_DETECTORS, home, limits, now))
     return [finding for finding, _ in judged if finding], min(look for _, look in judged)
 

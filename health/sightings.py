@@ -7,152 +7,28 @@ never get here. Lives that the manager did not launch or welcome are ignored, an
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
 
-from msgspec import Struct
-
+from rrl.health.last_seen import (
+    BEATS_MISSED,
+    FLAP_WINDOW,
+    FLAPS,
+    NodeSighting,
+    ReplicaSighting,
+    RoleSighting,
+    StepEnd,
+    loops,
+)  # fmt: skip
+from rrl.health.pace import Paces
+from rrl.health.probes import NO_HANDLER
+from rrl.health.usual import Usual
 from rrl.spec.jobview import Limits
-from rrl.spec.phases import Phase
 from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
+
+__all__ = ["BEATS_MISSED", "FLAPS", "FLAP_WINDOW", "NodeSighting", "ReplicaSighting", "StepEnd", "Watch"]
 
 STARTING = "starting"
 """what a worker says before its first phase; how long that took says nothing of the next start, on another node"""
-BEATS_MISSED = 4
-"""beats without a word after which the cluster surely tells a job as suspended, if it is: at once (measured)"""
-FLAPS = 4
-"""Times that the cluster must cease to call a node up within ``FLAP_WINDOW`` before it counts as one that flaps: what a
-restart of slurmd or of slurmctld does to it once or twice is not that."""
-FLAP_WINDOW = 600.0
-"""s, as ``recovery.window`` is by default"""
-_UNNAMED = Phase("")
-_WINDOW = 32
-"""durations remembered per role and phase"""
-_ENOUGH = 3
-"""durations before one speaks of usual (docs/sources.md, guard rails: three in a row)"""
-
-
-class StepEnd(Struct, frozen=True):
-    """How the step of a life ended; ``at`` is when the manager learned it."""
-
-    code: int | None
-    signal: int | None
-    why: str
-    at: float
-    said: str = ""
-    """its command's last line"""
-
-
-@dataclass(slots=True, eq=False)
-class ReplicaSighting:
-    """One life of one replica (an agent is one too), as last seen."""
-
-    life: Life
-    home: NodeSighting = field(repr=False)
-    launched_at: float
-    """or when this manager began to listen, if that is later"""
-    last_heard: float
-    last_source: str = "launch"
-    status: Literal["launched", "joined"] = "launched"
-    joined_at: float | None = None
-    shadow: Life | None = None
-    """it has not been launched, but was told to become this life, and has not been heard as such since"""
-    within: float = 0.0
-    """s for that"""
-    phase: str | None = None
-    declared: Phase = _UNNAMED
-    """what the job says of ``phase``"""
-    phase_since: float = 0.0
-    """or since when it is not blocked by another replica any more, if that is later"""
-    done: int | None = None
-    done_changed_at: float = 0.0
-    """when ``done`` last rose"""
-    waits_for: ReplicaId | None = None
-    beats: int = 0
-    """beats heard since ``clock``: so many observations say that it stands still"""
-    usual: float | None = None
-    """robust usual duration of this phase (s), frozen when ``clock`` started: a running deadline never moves"""
-    passed: set[str] = field(default_factory=set)
-    """phases that this life has been through once: their first-pass grace is spent"""
-    whole: bool = False
-    """the beginning of what ``clock`` measures was seen, so that its duration means something"""
-    exit: StepEnd | None = None
-    gone_witnessed_at: float | None = None
-    alive_at: float | None = None
-    """when its node's agent last said that its step lives"""
-    goodbye_at: float | None = None
-    """it said Goodbye: its silence is expected; its end is not, for nobody asked for it"""
-    leaving_at: float | None = None
-    """it was asked to stop: from then on its end and its silence are expected"""
-    held_up: bool = False
-    """a member of its gang is suspended: none of them can go on"""
-
-    @property
-    def node(self) -> NodeName:
-        return self.home.node
-
-    @property
-    def is_agent(self) -> bool:
-        return role_of(self.life.replica) == AGENT
-
-    @property
-    def ended(self) -> bool:
-        return self.exit is not None or self.gone_witnessed_at is not None
-
-    @property
-    def left_at(self) -> float | None:
-        """Since when nothing need be heard of it."""
-        return min((at for at in (self.goodbye_at, self.leaving_at) if at is not None), default=None)
-
-    @property
-    def clock(self) -> float:
-        """Since when nothing has moved: the phase began, ``done`` last rose, or another replica last blocked it."""
-        return max(self.phase_since, self.done_changed_at)
-
-    @property
-    def first_pass(self) -> bool:
-        return self.phase not in self.passed
-
-
-@dataclass(slots=True, eq=False)
-class NodeSighting:
-    """One node: who lives there, when anything there was last heard, and what the cluster says of it."""
-
-    node: NodeName
-    agent: ReplicaSighting | None = None
-    former_agent: ReplicaSighting | None = field(default=None, repr=False)
-    """forgotten since anything here was last heard, like ``departed``"""
-    boot: str = ""
-    last_heard: float | None = None
-    """of anything on it, agent or replica"""
-    residents: dict[Life, ReplicaSighting] = field(default_factory=dict, repr=False)
-    departed: dict[Life, ReplicaSighting] = field(default_factory=dict, repr=False)
-    """replaced or forgotten since anything here was last heard. Without them a lost node would look well as soon as its
-    replicas are started elsewhere"""
-    state: str | None = None
-    """the cluster's last word; None = it has not spoken yet"""
-    detail: str = ""
-    """its words when it first said so"""
-    since: float = 0.0
-    observations: int = 0
-    """readings in a row that said so"""
-    down_said: tuple[float, str] | None = None
-    """since when, and with which words, it was last called down"""
-    suspended_at: float | None = None
-    """the cluster said that everything on it is suspended, and nothing was heard of it since"""
-    looked_at: float | None = None
-    """when the cluster was last asked what becomes of it, and answered; None: it never has"""
-    called_up: bool = False
-    """by the newest reading"""
-    flaps: deque[float] = field(default_factory=lambda: deque(maxlen=FLAPS), repr=False)
-    """when the cluster last ceased to call it up"""
-
-    def asked(self, limits: Limits) -> bool:
-        """The cluster has said, since everything here fell silent, what becomes of its job."""
-        since = self.last_heard if self.last_heard is not None else self.agent.last_heard if self.agent else 0.0
-        return self.looked_at is not None and self.looked_at >= since + BEATS_MISSED * limits.beat
 
 
 class Watch:
@@ -163,11 +39,17 @@ class Watch:
         self.nodes: dict[NodeName, NodeSighting] = {}
         self.touched: set[NodeName] = set()
         """nodes where anything was seen since the last ``detect``, which empties it"""
+        self.asks: dict[NodeName, float] = {}
+        """when somebody there is to be asked for work (``suspicion.to_probe``); kept by ``guards.detect``"""
         self.memo: object = None
         """``guards.detect`` remembers here what it concluded; nobody else reads it"""
         self._limits = Limits()
-        self._usual: dict[tuple[str, str], deque[float]] = {}
+        self._usual = Usual()
+        self._paces = Paces()
+        self._roles: dict[str, RoleSighting] = {}
         self._forgotten: dict[ReplicaId, int] = {}
+        self._gangs: set[ReplicaId] = set()
+        """of more than one member"""
         self._suspended: set[ReplicaId] = set()
         """gangs of which a member is on a suspended node"""
 
@@ -214,6 +96,7 @@ class Watch:
         if seen is not None and seen.life <= life:
             self._depart(seen)
             del self.replicas[replica]
+            self._paces.forget(seen.life, seen.life.gang)
 
     def forget_node(self, node: NodeName) -> None:
         """It was given back: nothing about it, nor about who was still there, is judged any more."""
@@ -229,6 +112,7 @@ class Watch:
 
         Proof stays (an exit record, a witnessed end), and so do usual durations; silence from before is not judged.
         """
+        self._paces.restart()
         for seen in self.replicas.values():
             _anew(seen, now)
         for home in self.nodes.values():
@@ -258,14 +142,16 @@ class Watch:
         if seen := self._known(life):
             self._heard(seen, "beat", now)
             seen.beats += 1
+            seen.probes.beats += 1
             if seen.waits_for is not None and waits_for is None:
                 self._unblocked(seen, now)
+            self._keep_pace(seen, done, now)
             self._advance(seen, done, now)
             if seen.phase != phase:
                 self._begin(seen, phase, now)
             elif seen.waits_for is None and waits_for is not None and seen.declared.waits_for is None:
                 seen.whole = False  # what another replica takes of its time is not usual
-            seen.waits_for = waits_for
+            _blocked(seen, waits_for, now)
 
     def entered(self, life: Life, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
         """A phase begins: a new pass, even of the phase that it was in."""
@@ -273,7 +159,29 @@ class Watch:
             self._heard(seen, "entered", now)
             self._advance(seen, done, now)
             self._begin(seen, phase, now)
-            seen.waits_for = waits_for
+            _blocked(seen, waits_for, now)
+
+    # ── heard of replicas ────────────────────────────────────────────────────────────────────────────────────────────
+    def load(self, life: Life, cpu: float, gpu: float | None, now: float, tensor: float | None = None) -> None:
+        """What its node's agent saw it take: cores, and the shares of the time in which a kernel ran and in which
+        tensor cores worked (None: nobody can say)."""
+        if seen := self._known(life):
+            seen.activity.add(cpu, gpu, now, tensor)
+            if seen.activity.dark_since is None and seen.probes.last_asked < seen.clock:
+                seen.probes.rest()  # it moved since it was asked, and works
+
+    def asked(self, life: Life, now: float) -> None:
+        """A probe was sent to it (``suspicion.to_probe``)."""
+        if seen := self._known(life):
+            seen.probes.ask(now)
+            seen.role.tries += not seen.role.answers and loops(seen)
+
+    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None:
+        """Its answer. ``probes.NO_HANDLER`` as the detail: it lives, and cannot be asked for more."""
+        if seen := self._known(life):
+            if ok and detail != NO_HANDLER and seen.probes.asked_at is not None and loops(seen):
+                self._vouch(seen)
+            seen.probes.answer(ok, detail, now)
 
     def step_ended(
         self, life: Life, code: int | None, signal: int | None, why: str, now: float, said: str = ""
@@ -368,15 +276,38 @@ class Watch:
             return None
         if old is not None:
             self._depart(old)
+            self._paces.forget(old.life, old.life.gang)
         home = self._node(node)
         seen = ReplicaSighting(life, home, launched_at=now, last_heard=now, done_changed_at=now)
         seen.held_up = gang_of(life.replica) in self._suspended
+        seen.role = self._roles.setdefault(role_of(life.replica), seen.role)
         self.replicas[life.replica] = seen
+        self._gang_up(seen)
         if seen.is_agent:
             home.agent, home.former_agent = seen, None
         else:
             home.residents[life] = seen
         return seen
+
+    def _vouch(self, seen: ReplicaSighting) -> None:
+        """Its role answers while it waits."""
+        if not seen.role.answers:
+            seen.role.answers = True
+            self.touched.update(one.node for one in self.replicas.values() if one.role is seen.role)
+
+    def _loaded(self, role: RoleSighting, longest: float) -> None:
+        if role.slowest_load != longest:
+            role.slowest_load = longest
+            self.touched.update(one.node for one in self.replicas.values() if one.role is role)
+
+    def _gang_up(self, seen: ReplicaSighting) -> None:
+        gang = gang_of(seen.life.replica)
+        if gang != seen.life.replica:
+            self._gangs.add(gang)
+            if (first := self.replicas.get(gang)) is not None and not first.ganged:
+                first.ganged = True
+                self.touched.add(first.node)
+        seen.ganged = gang in self._gangs
 
     def _goes_on(self, home: NodeSighting, now: float) -> None:
         """Nothing on it is suspended any more: everything there counts anew."""
@@ -398,6 +329,8 @@ class Watch:
             held_up = gang_of(seen.life.replica) in self._suspended
             if seen.held_up and not held_up:
                 seen.phase_since, seen.beats, seen.whole = now, 0, False
+                seen.activity.rest()
+                seen.probes.rest()
             if seen.held_up != held_up:
                 seen.held_up = held_up
                 self.touched.add(seen.node)
@@ -419,48 +352,73 @@ class Watch:
         home.last_heard, home.former_agent = now, None
         home.departed.clear()
 
+    def _keep_pace(self, seen: ReplicaSighting, done: int, now: float) -> None:
+        """Of who makes tokens. An idle one waits for something, a tool perhaps: that time is not its own."""
+        if not (seen.declared.progresses and seen.declared.computes):
+            return
+        rise = 0 if seen.done is None else max(0, done - seen.done)
+        working = seen.waits_for is None and seen.activity.idle_since is None and not seen.first_pass
+        role = role_of(seen.life.replica)
+        self._touch(self._paces.add(role, seen.life, seen.pace, rise, working, now))
+
+    def _touch(self, lives: list[Life]) -> None:
+        self.touched.update(self.replicas[life.replica].node for life in lives if life.replica in self.replicas)
+
     def _advance(self, seen: ReplicaSighting, done: int, now: float) -> None:
         """``done`` as told: a rise restarts the clock. What is told first after a silence is only where it stands."""
         before, seen.done = seen.done, done if seen.done is None else max(done, seen.done)
+        if before is None:
+            seen.worked_before = done > 0
         if before is None or done <= before:
             return
         if seen.phase is not None and seen.declared.progresses:
             self._took(seen, now)
             seen.whole = True
             seen.passed.add(seen.phase)
-            seen.usual = self._usual_of(seen)
+            self._measure(seen)
         seen.done_changed_at = now
         seen.beats = 0
+        if seen.activity.dark_since is None:  # else: how can it?
+            seen.probes.rest()
 
     def _begin(self, seen: ReplicaSighting, phase: str, now: float) -> None:
         if seen.phase is not None and not seen.declared.progresses:
             self._took(seen, now)
             seen.passed.add(seen.phase)
+            if seen.declared.own_work:
+                seen.role.loaded_since = max(seen.role.loaded_since, seen.phase_since)
         seen.whole = seen.phase is not None  # of the first phase heard of, the beginning was not seen
         seen.phase, seen.phase_since, seen.beats = phase, now, 0
         seen.declared = self._limits.phase(phase)
-        seen.usual = self._usual_of(seen)
+        seen.probes.rest()
+        seen.probes.mute = False  # a role may get its handler later than its first question
+        seen.pace.at = None
+        self._measure(seen)
+
+    def _measure(self, seen: ReplicaSighting) -> None:
+        measure = self._usual.of(role_of(seen.life.replica), seen.phase or "")
+        seen.usual, seen.slowest = measure.median, measure.longest
 
     def _unblocked(self, seen: ReplicaSighting, now: float) -> None:
         """It goes on after another replica, mostly the store, kept it: that time was not its own. A phase that waits
         by itself goes on waiting: between two questions to the store nobody is asked for a moment."""
         if seen.declared.waits_for is None:
             seen.phase_since, seen.beats, seen.whole = now, 0, False
+            seen.probes.rest()
 
     def _took(self, seen: ReplicaSighting, now: float) -> None:
         """Remember how long this took: a pass of a phase, or where progress counts the gap between two rises."""
         assert seen.phase is not None
-        if seen.phase == STARTING:
+        if seen.phase == STARTING or not seen.whole or seen.first_pass:  # a first pass compiles and warms up: not usual
             return
-        if seen.whole and not seen.first_pass:  # a first pass compiles and warms up: not usual
-            since = seen.clock if seen.declared.progresses else seen.phase_since
-            durations = self._usual.setdefault(_role_phase(seen), deque(maxlen=_WINDOW))
-            durations.append(now - since)
-
-    def _usual_of(self, seen: ReplicaSighting) -> float | None:
-        """The median over all replicas of the role: a replacement inherits it, one outlier does not move it."""
-        durations = self._usual.get(_role_phase(seen), ())
-        return sorted(durations)[len(durations) // 2] if len(durations) >= _ENOUGH else None
+        since = seen.clock if seen.declared.progresses else seen.phase_since
+        self._usual.add(role_of(seen.life.replica), seen.phase, now - since)
+        if seen.declared.own_work:
+            self._loaded(seen.role, self._usual.of(role_of(seen.life.replica), seen.phase).longest)
+        if seen.declared.computes and not seen.declared.progresses:
+            rose = seen.done_changed_at > seen.phase_since
+            worked = (seen.done_changed_at if rose else now) - seen.phase_since
+            self._touch(self._paces.passed(seen.life.gang, seen.life, seen.pace, worked, now))
 
 
 def _anew(seen: ReplicaSighting, now: float) -> None:
@@ -473,9 +431,17 @@ def _rested(seen: ReplicaSighting, now: float) -> None:
     """Its time begins now: silence and standing still from before are not judged; proof stays."""
     seen.launched_at = seen.last_heard = seen.phase_since = seen.done_changed_at = now
     seen.beats, seen.whole = 0, False
+    seen.blocked_since = None if seen.waits_for is None else now
+    seen.activity.rest()
+    seen.probes.rest()
+    seen.pace.work, seen.pace.seconds, seen.pace.at, seen.pace.slow = 0, 0.0, None, 0
     if seen.goodbye_at is not None:
         seen.goodbye_at = now
 
 
-def _role_phase(seen: ReplicaSighting) -> tuple[str, str]:
-    return role_of(seen.life.replica), seen.phase or ""
+def _blocked(seen: ReplicaSighting, by: ReplicaId | None, now: float) -> None:
+    if by is None:
+        seen.blocked_since = None
+    elif seen.waits_for is None or seen.blocked_since is None:
+        seen.blocked_since = now
+    seen.waits_for = by

@@ -208,6 +208,18 @@ class TokensSeen(Struct, frozen=True, tag=True):
     """the trainer goes; else it is back"""
 
 
+class StacksTaken(Struct, frozen=True, tag=True):
+    """What the processes of a suspect and of its gang were doing, while it was suspected."""
+
+    life: Life
+    """the suspect"""
+    groups: tuple[str, ...] = ()
+    """a line for each group of equal stacks, outliers first; or why there are none"""
+    outliers: tuple[Life, ...] = ()
+    file: str = ""
+    """with all of them, relative to the run directory; empty: none could be kept"""
+
+
 class RunEnded(Struct, frozen=True, tag=True):
     """Last record: everything is given back."""
 
@@ -218,7 +230,7 @@ class RunEnded(Struct, frozen=True, tag=True):
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | Done | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | FirstWorkDone | VersionHeld | StepCommitted
-    | FindingChanged | FaultInjected | Commanded | Ordered | Resumed | TokensSeen | RunEnded
+    | FindingChanged | FaultInjected | Commanded | Ordered | Resumed | TokensSeen | StacksTaken | RunEnded
 )  # fmt: skip
 
 

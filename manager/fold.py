@@ -183,6 +183,10 @@ def _tokens_seen(state: State, at: float, event: ev.TokensSeen) -> State:
     return state
 
 
+def _stacks_taken(state: State, at: float, event: ev.StacksTaken) -> State:
+    return state
+
+
 def _run_ended(state: State, at: float, event: ev.RunEnded) -> State:
     return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
@@ -209,5 +213,6 @@ _FOLD: dict[type, _Fold] = {
     ev.Ordered: ordered,
     ev.Resumed: resumed,
     ev.TokensSeen: _tokens_seen,
+    ev.StacksTaken: _stacks_taken,
     ev.RunEnded: _run_ended,
 }

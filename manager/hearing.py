@@ -13,7 +13,9 @@ from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.admission import GpusTaken, memory_locks
 from rrl.manager.adopting import Adoptions, became, named_by, whose
+from rrl.manager.findings import Findings
 from rrl.manager.first_words import words_of
+from rrl.manager.node_health import is_agent_of
 from rrl.manager.saying import say
 from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitRecord, read_exit, tag_of
@@ -48,6 +50,9 @@ class Ear:
         """tag of a step → where its first process (or agent) can be told something"""
         self.workers: dict[Life, bytes] = {}
         """life → where its worker can be told something"""
+        self.findings = Findings(state, record, now)
+        self.answered: Callable[[msg.Probed | msg.Stacks], None] = lambda answer: None
+        """takes what suspects and their agents answer"""
         self._gpus = GpusTaken()
         self.adoptions = Adoptions(run, state, send, self._gpus)
         self._voices: dict[Life, tuple[bytes, ...]] = {}
@@ -66,12 +71,12 @@ class Ear:
             self._step_exit(message)
         elif isinstance(message, msg.Injected):
             self._injected(message)
-        elif isinstance(message, msg.Found):
-            self._record(ev.FindingChanged(message.finding))
         elif isinstance(message, msg.Gone):
             await self._gone(message)
         elif not self._state().believed(message.life):
             await self._unbelieved(incoming, message)
+        elif isinstance(message, msg.AgentHello | msg.AgentBeat) and not is_agent_of(message.life, message.node):
+            say(f"{message.life} speaks for {message.node}: refused")
         elif isinstance(message, msg.Hello | msg.AgentHello):
             await self._greeting(incoming, message)
         elif incoming.peer in self._voices.get(message.life, ()):
@@ -79,6 +84,8 @@ class Ear:
             if isinstance(message, msg.Goodbye) and self._may_go(message.life):
                 grace = self._state().job.limits.step_grace
                 await self._send(incoming.peer, msg.Stop(message.life, grace, "its work is done"), None)
+        elif isinstance(message, msg.Found):
+            say(f"{message.life} finds something, but on a connection on which it never greeted: refused")
 
     async def _unbelieved(self, incoming: Incoming, message: Any) -> None:
         if self._state().verdict is not None:
@@ -287,16 +294,23 @@ class Ear:
             watch.goodbye(life, now)
         elif isinstance(message, msg.AgentHello):
             watch.agent_heard(message.node, life, now, message.boot)
+            finding = memory_locks(message, self._state().job.weights, now)
+            self.findings.greeted(message, *((finding,) if finding is not None else ()))
             joined = ev.AgentJoined(life, message.node, message.host, message.pid, message.probe, message.keeps)
             self._record(joined)
-            if (finding := memory_locks(message, self._state().job.weights, now)) is not None:
-                self._record(ev.FindingChanged(finding))
+        elif isinstance(message, msg.Found):
+            self.findings.found(message)
+        elif isinstance(message, msg.Probed | msg.Stacks):
+            self.answered(message)
         elif isinstance(message, msg.AgentBeat):
             watch.agent_heard(message.node, life, now)
+            loads = {load.tag: load for load in message.loads}
             for resident in watch.on(message.node):  # not everybody: a thousand agents say so each second
                 replica = self._state().replica(resident.replica)
                 if replica.status is Status.STARTING and replica.step in message.alive:
                     watch.step_alive(replica.life, now)
+                if (load := loads.get(replica.step or "")) is not None and role_of(resident.replica) != SHADOW:
+                    watch.load(replica.life, load.cpu, load.gpu, now, load.tensor)
 
     def _phase(self, message: msg.Beat | msg.Entered) -> None:
         if self._state().replica(message.life.replica).phase != message.phase:

@@ -98,6 +98,11 @@ class Journal:
             self._write(len(self._buffer))
 
     @property
+    def unwritten(self) -> int:
+        """Records that are not durable yet."""
+        return len(self._buffer)
+
+    @property
     def full(self) -> bool:
         return self._records >= SEGMENT_RECORDS
 

@@ -10,6 +10,7 @@ import msgspec
 from rrl.manager.actions import Launch as LaunchAction
 from rrl.manager.cluster import Step
 from rrl.manager.containers import APPTAINER, NO_USER_SITE, PYXIS, apptainer, pyxis
+from rrl.manager.node_readers import admits, readers_on
 from rrl.manager.state import State
 from rrl.spec.environment import ALLOWED, OF_THE_HOST, passing
 from rrl.spec.jobview import JobView, Resources, RoleView
@@ -25,6 +26,11 @@ PROBE_WITHIN = 180.0
 """s for [env] probe; importing torch from a file server that a hundred nodes ask at once takes a minute or two"""
 PROBE_SHARE = 0.5
 """of ``limits.join``: the agent says only after the probe that it is there"""
+
+ADMISSION = 30.0
+"""s for a first round of the readers (docs/health.md); each has a deadline of its own"""
+ADMISSION_SHARE = 0.25
+"""of ``limits.join``, as above"""
 
 
 def write_launch(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> Step:
@@ -90,6 +96,9 @@ def _agent(run: RunDir, state: State, action: LaunchAction, job_dir: str) -> tup
         env=environment(state.job, Resources(), job_dir) | (_passed(run, state.job) if probe else {}),
         probe=probe,
         probe_within=min(PROBE_WITHIN, PROBE_SHARE * state.job.limits.join),
+        gpus=gpus if state.job.cluster != "local" else 0,
+        readers=readers_on(state.job, gpus),
+        admission=min(ADMISSION, ADMISSION_SHARE * state.job.limits.join) if admits(state.job, gpus) else 0.0,
     )
     step = _step(run, action, Resources(cpus=AGENT_CPUS, gpus=gpus))
     return launch, msgspec.structs.replace(step, overlap=True, agent=True)

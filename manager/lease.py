@@ -103,6 +103,11 @@ class Lease:
             with contextlib.suppress(OSError):
                 look.result()
 
+    @property
+    def age(self) -> float:
+        """s since it was last seen that there is no successor."""
+        return time.monotonic() - self._checked
+
     def renew(self) -> None:
         """Move the counter (blocking, about a write). Raises LeaseLost, or OSError when it cannot be written."""
         self.check()

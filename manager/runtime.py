@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from rrl.health.guards import detect
+from rrl.health.presence import unheard
 from rrl.health.sightings import Watch
 from rrl.manager import ballast, resuming
 from rrl.manager import events as ev
@@ -47,6 +48,8 @@ from rrl.manager.ledger import write_summary
 from rrl.manager.log_collector import LogCollector
 from rrl.manager.looking import HUNGRY, Eye
 from rrl.manager.mailbox import letters, taken
+from rrl.manager.node_health import of_agent
+from rrl.manager.onlookers import Onlookers
 from rrl.manager.orders import events_of
 from rrl.manager.performer import Performer, abandoned
 from rrl.manager.planner import plan
@@ -54,11 +57,12 @@ from rrl.manager.planner.ending import said_at_the_end
 from rrl.manager.planner.wiring import Wiring, wire
 from rrl.manager.saying import say
 from rrl.manager.state import State, Status
+from rrl.manager.suspicion import Suspicion
 from rrl.manager.tokens import Tokens
 from rrl.spec.jobview import JobView
 from rrl.spec.launch import ASKED
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import SHADOW, TRAINER, Finding, Life, NodeName, Outcome, Verdict, rank_of, role_of
+from rrl.spec.words import SHADOW, TRAINER, Life, NodeName, Outcome, rank_of, role_of
 from rrl.transport import messages as msg
 from rrl.transport.control import Listener
 from rrl.transport.keys import RunKeys
@@ -94,7 +98,6 @@ class Manager:
         self._announced = 0.0
         self._again: asyncio.TimerHandle | None = None
         """for the next announcement, where it is too early for it"""
-        self._findings: dict[str, Finding] = {}
         self.leaving: str | None = None
         """why this manager leaves before the run's end"""
         self._state: State | None = None
@@ -130,6 +133,8 @@ class Manager:
         last = self._state.at if self._state is not None else 0.0
         self._wall, self._epoch_began = max(time.time(), last), time.monotonic()  # a manager's time never goes back
         self._turned = self.now()
+        self._onlookers = Onlookers(run, self._view, self._lease, self._journal, self.now, self._tokens.total)
+        stack.push_async_callback(self._onlookers.close)
         self._listener = await Listener.open(
             RunKeys.load(run.keys), msg.Up, epoch=self._lease.epoch, host=self._host, bounds=TO_MANAGER
         )
@@ -145,6 +150,11 @@ class Manager:
             run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._welcome,
             deeds.step_spoke, steps,
         )  # fmt: skip
+        self._suspicion = Suspicion(
+            run, self._watch, lambda: self.state, self.record, self._listener.send, self.now, self._ear.workers, steps
+        )
+        self._ear.answered = self._suspicion.heard
+        stack.push_async_callback(self._suspicion.close)
         self._performer = Performer(
             run, self._cluster, lambda: self.state, self.record, self._listener.send, steps, self._ear.workers.get
         )
@@ -192,7 +202,8 @@ class Manager:
         seq = self._state.seq + 1 if self._state is not None else 1
         stamped = ev.Stamped(seq, self.now(), self._lease.epoch, event)
         self._journal.append(stamped)
-        self._state = fold(self._state, stamped)
+        before, self._state = self._state, fold(self._state, stamped)
+        self._onlookers.notice(before, self._state, stamped)
         self._deeds.notice(event)
         self._performer.notice(event)
         self._logs.notice(event)
@@ -235,8 +246,8 @@ class Manager:
             self._watch.restart(now)
         self._turned = now
         held = {name for name, node in self.state.nodes.items() if node.allocation}
-        for node in set(self._watch.nodes) - held:
-            self._forget_node(node)
+        for node in {*self._watch.nodes, *self._ear.findings.nodes} - held:
+            self._is_over(node)
 
     def _forget_node(self, node: NodeName) -> None:
         """What was heard and not heard of it counts no more."""
@@ -244,23 +255,23 @@ class Manager:
             self._tokens.ends(life)
         self._watch.forget_node(node)
 
-    def _well(self, node: NodeName) -> bool:
-        """Nothing was found against it: a node that is left for another reason falls silent because it is left."""
-        return all(finding.node != node for finding in self.state.findings.values())
+    def _is_over(self, node: NodeName) -> None:
+        """It has left, or begins anew: nor does what was found on it count."""
+        self._forget_node(node)
+        self._ear.findings.forget(node)
+
+    def _heard(self, node: NodeName) -> bool:
+        """It was not found to be silent or down. One that is left for another reason, be it a broken GPU, falls silent
+        because it is left."""
+        return all(finding.node != node or of_agent(finding) for finding in self.state.findings.values())
 
     def _detect(self) -> float:
-        """Findings that changed become events; what is no longer found is OK again. Returns when to look again."""
-        findings, again = detect(self._watch, self.state.job.limits, self.now())
-        current = {finding.key: finding for finding in findings}
-        for key, finding in current.items():
-            if self._findings.get(key) != finding:
-                self.record(ev.FindingChanged(finding))
-        for key, finding in self._findings.items():
-            if key not in current and key in self.state.findings:
-                cleared = msgspec.structs.replace(finding, verdict=Verdict.OK, evidence=())
-                self.record(ev.FindingChanged(cleared))
-        self._findings = current
-        return again
+        """Findings that changed become events. Returns when to look again."""
+        limits, now = self.state.job.limits, self.now()
+        detected, again = detect(self._watch, limits, now)
+        findings, suspected = self._suspicion.consider(detected)
+        silent = unheard(findings, self._watch, limits, now)
+        return min(again, suspected, self._ear.findings.detected(findings, silent))
 
     async def _act(self) -> tuple[float, bool]:
         """Plan to the fixpoint, journal, then do. Returns the plan's wake and whether the run is over."""
@@ -275,7 +286,9 @@ class Manager:
                     self._tell_watch(action)
                 else:
                     self.record(ev.Decided(action))
-                    if isinstance(action, Readmit) or (isinstance(action, Exclude) and self._well(action.node)):
+                    if isinstance(action, Readmit):
+                        self._is_over(action.node)
+                    elif isinstance(action, Exclude) and self._heard(action.node):
                         self._forget_node(action.node)
                     fences = action.fences if isinstance(action, RestartAll) else (action,)
                     for fence in (one for one in fences if isinstance(one, Fence)):
@@ -410,8 +423,7 @@ class Manager:
                 if replica.step is None:  # its end is recorded, and nothing was concluded from it yet
                     self._ear.ended_before(replica.life)
         await self._ear.exit_records()
-        stale = {key: finding for key, finding in self.state.findings.items() if not finding.proof}
-        self._findings = stale  # cleared unless found again; what was proved stays
+        self._ear.findings.adopt()
         for intent in list(self.state.intents.values()):
             if isinstance(intent.action, StopStep | Release | Drain | Undrain | Shrink):
                 self._executor.start(intent.action)

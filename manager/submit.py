@@ -32,7 +32,7 @@ from rrl.spec.descriptors import raise_nofile
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
 from rrl.spec.load import resolved
-from rrl.spec.rundir import RunDir, runs_root, write_atomically
+from rrl.spec.rundir import HISTORY_ENV, RunDir, runs_root, write_atomically
 from rrl.spec.words import Outcome
 from rrl.transport.address import NoAddress, own_address
 from rrl.transport.keys import RunKeys
@@ -72,15 +72,23 @@ def _describe(run: RunDir, job: Job, text: bytes, source: Path) -> None:
     write_atomically(run.job_toml, text)
     record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
     write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
-    view = job.view(sys.executable)
+    view = _view(job)
     write_atomically(run.view, msgspec.json.encode(view))
     keep_passed(run, view)
+
+
+def _view(job: Job) -> JobView:
+    """The job, with what the site says of every job: its module file may name a folder for the history."""
+    view = job.view(sys.executable)
+    folder = view.health.history or os.environ.get(HISTORY_ENV, "")
+    history = str(Path(folder).expanduser().absolute()) if folder else ""
+    return msgspec.structs.replace(view, health=msgspec.structs.replace(view.health, history=history))
 
 
 def start(run: RunDir, job: Job) -> str:
     """Start the manager of a fresh run in the background; returns at once, with what there is to be warned of. Raises
     OSError or RuntimeError when it could not be started: then nothing of the run is left."""
-    view = job.view(sys.executable)
+    view = _view(job)
     try:
         if view.cluster == "local" and view.network:
             own_address(view.network)  # the manager will be here: it need not be started to find out
@@ -94,7 +102,7 @@ def resume(run: RunDir, job: Job, text: bytes, source: Path, end: float) -> str:
     """Have a run that ended at ``end`` (manager's time) go on, with this job. Returns what there is to be warned of.
     Raises OSError or RuntimeError when no manager could be started, or somebody else was first: then nothing of the run
     was changed."""
-    view = job.view(sys.executable)
+    view = _view(job)
     one = Order(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", view, str(source.resolve()), end)
     order(run, one, lambda making: _describe(making, job, text, source))
     try:

@@ -1,9 +1,10 @@
 """``python -m rrl.roles.agent FILE``: the small process on each node that outlives the roles there.
 
-It tells that the node lives and which steps live on it, is the witness when a step's first process vanishes without an
-exit record, ends what a dead step left behind, performs injected faults, and owns the memory that trainers' snapshots
-lie in (:mod:`rrl.roles.snapshots`). It starts nothing. It sees only the steps of its own run and node (the launch file
-names both), also where several virtual nodes share one machine.
+It tells that the node lives and which steps live on it and what they take, is the witness when a step's first process
+vanishes without an exit record, ends what a dead step left behind, performs injected faults, owns the memory that
+trainers' snapshots lie in (:mod:`rrl.roles.snapshots`), and looks after the node (:mod:`rrl.roles.node_health`). It
+starts no role. It sees only the steps of its own run and node (the launch file names both), also where several virtual
+nodes share one machine.
 """
 
 from __future__ import annotations
@@ -13,25 +14,32 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rrl.roles.admission_probe import limits, probe
-from rrl.roles.environment import ADDRESS_ENV, on_this_node, raise_limits, see_all_gpus
+from rrl.roles.cpu_use import StepLoads
+from rrl.roles.environment import ADDRESS_ENV, boot_id, on_this_node, raise_limits, see_all_gpus
 from rrl.roles.faults import let_go
 from rrl.roles.first import FirstProcess, say
 from rrl.roles.injector import Injector
+from rrl.roles.looked_after import admit, looked_after
 from rrl.roles.processes import Census
 from rrl.roles.snapshots.keeper import Keeper
-from rrl.spec.launch import BEAT_ENV, Launch, read_exit, read_launch
+from rrl.roles.stacks import take
+from rrl.spec.launch import BEAT_ENV, EXITED, SIGNALLED, Launch, read_exit, read_launch
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
-from rrl.spec.words import Life
+from rrl.spec.words import AGENT, Life, role_of
 from rrl.transport.address import NoAddress
-from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject
+from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Load, TakeStacks
+
+if TYPE_CHECKING:
+    from rrl.roles.node_health import NodeHealth
 
 BEAT = 1.0
 RECHECK = 0.2
@@ -61,10 +69,13 @@ async def _live(launch: Launch, launch_file: str) -> None:
         if await first.admission():
             keeper = Keeper(first.run.id, first.node, first.keys, _host(launch))
             await asyncio.to_thread(keeper.start)
-            try:
-                await _work(first, _Agent(first, keeper, await probe(first)))
-            finally:
-                keeper.close()
+            async with looked_after(first) as health:
+                try:
+                    probed = await probe(first)  # it ends whatever it finds below us: no reader may be there yet
+                    await admit(first, health)
+                    await _work(first, _Agent(first, keeper, health, probed))
+                finally:
+                    keeper.close()
         await first.finish(0, None, first.why or "asked")
 
 
@@ -82,8 +93,8 @@ async def _work(first: FirstProcess, agent: _Agent) -> None:
 
 
 class _Agent:
-    def __init__(self, first: FirstProcess, keeper: Keeper, probed: str) -> None:
-        self._first, self._keeper, self._probed = first, keeper, probed
+    def __init__(self, first: FirstProcess, keeper: Keeper, health: NodeHealth | None, probed: str) -> None:
+        self._first, self._keeper, self._health, self._probed = first, keeper, health, probed
         self._beat = float(first.launch.env.get(BEAT_ENV) or os.environ.get(BEAT_ENV) or BEAT)
         self._census = Census(first.steps)
         self._launches: dict[str, Launch | None] = {}
@@ -95,16 +106,22 @@ class _Agent:
         self._running: set[asyncio.Future[Any]] = set()
         self._device = os.stat(first.run.path).st_dev
         self._injector = Injector(first, self._read_launch)
+        self._steps = StepLoads(self._tag_of_a_role)
+        self._loads: tuple[Load, ...] = ()
+        """not told yet"""
         first.greet, first.hear = self._hello, self._hear
 
     async def beats(self) -> None:
         dialer, launch = self._first.dialer, self._first.launch
         for message in self._hello():
             await dialer.send(message)
+        if self._health is not None:
+            self._health.watch()
         while True:
             if dialer.connected:
                 alive = sorted(filter(None, map(self._tag, self._alive)))
-                await dialer.send(AgentBeat(launch.life, launch.node, tuple(alive)))
+                loads, self._loads = self._loads, ()
+                await dialer.send(AgentBeat(launch.life, launch.node, tuple(alive), loads))
             await asyncio.sleep(self._beat)
 
     async def watch(self) -> None:
@@ -139,6 +156,15 @@ class _Agent:
                 self._follow(process)
             elif _is_orphan(process):
                 self._lose(process.launch)
+        now = asyncio.get_running_loop().time()
+        if self._steps.due(now):
+            health = self._health
+            gpus, tensor = (health.gpus(), health.tensor_active()) if health is not None else (None, {})
+            self._loads = self._steps.take(found, gpus, now, tensor)
+            if health is not None:
+                for path, launch in self._launches.items():
+                    if launch is not None and (held := self._steps.had(path)):
+                        health.occupied(held, launch.role, str(launch.life))
 
     def _follow(self, process: Process) -> None:
         fd = open_pidfd(process)
@@ -162,7 +188,7 @@ class _Agent:
         launch = self._launches.get(path)
         if launch is not None and path not in self._losing:
             self._losing.add(path)
-            lost = asyncio.gather(self._sweep({path}, _is_orphan), self._witness(launch))
+            lost = asyncio.gather(self._sweep({path}, _is_orphan), self._witness(launch), self._explain(path, launch))
             lost.add_done_callback(lambda _: self._losing.discard(path))
             self._keep(lost)
 
@@ -174,6 +200,19 @@ class _Agent:
         if await asyncio.to_thread(read_exit, exit_file) is None:
             self._gone[launch.tag] = Gone(launch.life, launch.tag, launch.node)
             await self._first.dialer.send(self._gone[launch.tag])
+
+    async def _explain(self, path: str, launch: Launch) -> None:
+        """To those who judge the GPUs: what they say around an end that we or a person wanted is that end's doing; what
+        they say around another one may be its cause."""
+        if self._health is None or launch.life == self._first.launch.life:
+            return
+        await asyncio.sleep(RECHECK)
+        record = await asyncio.to_thread(read_exit, self._first.run.exit_file(launch.tag))
+        if record is not None and (record.code == 0 or record.why not in (EXITED, SIGNALLED)):
+            self._health.killed()
+        else:
+            self._health.role_died(self._steps.had(path))
+        self._steps.forget(path)
 
     def _read_launch(self, path: str) -> Launch | None:
         """The launch of a step on this node. Remembered, also that it is not one; but not that it cannot be read."""
@@ -191,13 +230,17 @@ class _Agent:
         launch = self._launches[path]
         return launch.tag if launch else None
 
+    def _tag_of_a_role(self, path: str) -> str | None:
+        launch = self._launches.get(path)
+        return launch.tag if launch and role_of(launch.life.replica) != AGENT else None
+
     # ── speaking ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _hello(self) -> Sequence[Any]:
         launch = self._first.launch
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        findings = self._health.findings if self._health is not None else ()
         me = AgentHello(
-            launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot, self._probed, *limits(),
-            keeps=self._keeper.address,
+            launch.life, launch.tag, launch.node, socket.gethostname(), os.getpid(), boot_id(), self._probed, *limits(),
+            keeps=self._keeper.address, findings=findings, now=time.monotonic(),
         )  # fmt: skip
         return [me, *self._gone.values()]
 
@@ -205,9 +248,15 @@ class _Agent:
         match message:
             case Inject():
                 self._keep(asyncio.create_task(self._injector.inject(message)))
+            case TakeStacks():
+                self._keep(asyncio.create_task(self._stacks(message)))
             case Fenced():
                 self._keeper.fence(message.life)
                 self._keep(asyncio.create_task(self._end_life(message.life, message.tag)))
+
+    async def _stacks(self, order: TakeStacks) -> None:
+        path = os.path.join(self._first.steps, f"{order.tag}.launch")
+        await self._first.dialer.send(await take(path, self._first.launch.life, order))
 
     # ── sweeping ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self, paths: Collection[str], which: Callable[[Process], bool]) -> None:
@@ -216,7 +265,9 @@ class _Agent:
         def find() -> list[Process]:
             return [process for process in processes(self._first.steps) if process.launch in paths and which(process)]
 
-        _, left = await asyncio.to_thread(sweep, find, SWEEP_WITHIN)
+        swept, left = await asyncio.to_thread(sweep, find, SWEEP_WITHIN)
+        if swept and self._health is not None:
+            self._health.killed()
         if left:
             print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
 
@@ -242,7 +293,8 @@ class _Agent:
         while self._alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(RECHECK)
 
-        await self._sweep([path for path, launch in self._launches.items() if launch], _any)
+        mine = self._first.launch_file  # the readers', which are asked to end: none is killed that holds a driver
+        await self._sweep([path for path, launch in self._launches.items() if launch and path != mine], _any)
 
     def _keep(self, task: asyncio.Future[Any]) -> None:
         """Tasks that nobody waits for are held until they end, and say what went wrong."""

@@ -27,9 +27,19 @@ def on_this_node(launch: Launch) -> dict[str, str]:
     Raises NoAddress where the node has no interface in the network that is asked for."""
     image = {name: value for name, value in os.environ.items() if launch.in_image and not of_a_launcher(name)}
     given = {name: os.environ[name] for name in VISIBLE if name in os.environ}
-    if launch.gpus and (gpus := next((os.environ[name] for name in _OF_SLURM if os.environ.get(name)), "")):
+    if launch.gpus and (gpus := slurms_gpus()):
         given[GPUS_ENV] = gpus
     return image | given | _addresses(launch) | launch.env
+
+
+def boot_id() -> str:
+    """Of this node: another one after each boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def slurms_gpus() -> str:
+    """Slurm's numbers of the GPUs on this node that this step was given, with commas; empty where it gave none."""
+    return next((os.environ[name] for name in _OF_SLURM if os.environ.get(name)), "")
 
 
 def _addresses(launch: Launch) -> dict[str, str]:

@@ -50,10 +50,11 @@ def _uuids(visible: str) -> tuple[str, ...]:
 
 
 def _uuid(pynvml: Any, name: str) -> str:
-    return str(pynvml.nvmlDeviceGetUUID(_handle(pynvml, name))) if name.isdigit() else name
+    return str(pynvml.nvmlDeviceGetUUID(handle(pynvml, name))) if name.isdigit() else name
 
 
-def _handle(pynvml: Any, name: str) -> Any:
+def handle(pynvml: Any, name: str) -> Any:
+    """NVML's, by its number among those that this process may open, or its UUID. Raises NVMLError."""
     if name.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))
     return pynvml.nvmlDeviceGetHandleByUUID(name)
@@ -75,7 +76,7 @@ class Gpus:
         try:
             if self._handles is None:
                 pynvml.nvmlInit()
-                self._handles = [_handle(pynvml, name) for name in _visible(pynvml.nvmlDeviceGetCount())]
+                self._handles = [handle(pynvml, name) for name in _visible(pynvml.nvmlDeviceGetCount())]
             return any(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu > 0 for handle in self._handles)
         except pynvml.NVMLError:
             self._handles = []

@@ -25,6 +25,7 @@ import msgspec
 from rrl.roles.environment import ADDRESS_ENV
 from rrl.roles.gpus import held_gpus_within
 from rrl.roles.own_faults import OwnFaults
+from rrl.roles.probes import Probes
 from rrl.roles.standing_by import keep_gpus
 from rrl.roles.trajectories.client import TrajectoryClient, store_address
 from rrl.spec.launch import Launch
@@ -76,6 +77,7 @@ class Link:
         """where this process listens, as its first process chose it"""
         self.weights = WeightStore()
         self.faults = OwnFaults(launch, self.node, self.say, lambda after, do: self._loop.call_later(after, do))
+        self.probes = Probes(self.say)
         self._beat, self._transport = beat, transport
         self._now: tuple[str, ReplicaId | None] = (STANDBY if launch.standby else "starting", None)
         """phase and whom it waits for: one value, so that no beat tells a mixture"""
@@ -134,6 +136,7 @@ class Link:
                     if asked.done():  # its own, or it came at this very moment
                         return asked.result()
                     self.faults.strike()
+                    self.probes.answer()
                     if stopping:
                         asked.cancel()
                         raise Stopping from None
@@ -159,6 +162,7 @@ class Link:
 
     def progress(self, units: int) -> None:
         self.faults.strike(working=True)
+        self.probes.answer()
         self._done += units
         if not self._worked and units > 0:
             self._worked = True
@@ -335,6 +339,8 @@ class Link:
                 self._woken.set()
             elif isinstance(message, msg.Inject):
                 self.faults.order(message)
+            elif isinstance(message, msg.Probe):
+                self.probes.asked(message, self.launch.life)
 
     def _call_back(self, callback: Callable[[msg.Peers], None]) -> None:
         if self.peers is not None:  # the newest by now: to hear of older ones last would unsay who has come since

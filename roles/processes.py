@@ -13,6 +13,8 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from rrl.spec.launch import LAUNCH_ENV
 from rrl.spec.processes import STEP_ENV, Process, belongs, descendants, look, marks, pids, sweep
 
@@ -106,30 +108,48 @@ def end_descendants(me: Process, within: float) -> list[Process]:
 class Census:
     """The living processes of one run on this machine, taken again and again at little cost.
 
-    Strangers are by far the most, so they are remembered once they are old.
+    Strangers, other users' processes among them, are by far the most: once they are old they are remembered, and not
+    looked at. Of ours that are old it is looked only whether they live.
     """
 
     def __init__(self, steps: str) -> None:
-        self._steps = steps
+        self._steps, self._me, self._user = steps, os.getpid(), os.geteuid()
         self._strangers: set[int] = set()
+        self._ours: dict[int, Process] = {}
+        """old ones"""
         self._count = 0
 
     def take(self) -> list[Process]:
         old = (time.clock_gettime(time.CLOCK_BOOTTIME) - _YOUNG) * os.sysconf("SC_CLK_TCK")
-        known = self._strangers if self._count % _FULL_EVERY else set()
+        full = not self._count % _FULL_EVERY
         self._count += 1
-        strangers: set[int] = set()
-        ours: list[Process] = []
-        for pid in pids():
+        known, before = (set[int](), dict[int, Process]()) if full else (self._strangers, self._ours)
+        strangers, self._ours = set[int](), {}
+        found: list[Process] = []
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
             if pid in known:
                 strangers.add(pid)
-            elif (process := look(pid)) is not None:
-                if belongs(process := marks(process), self._steps):
-                    ours.append(process)
+            elif pid != self._me and (process := self._process(pid, before.get(pid))) is not None:
+                if belongs(process, self._steps):
+                    found.append(process)
+                    if process.started < old:
+                        self._ours[pid] = process
                 elif process.started < old:
                     strangers.add(pid)
         self._strangers = strangers
-        return ours
+        return found
+
+    def _process(self, pid: int, before: Process | None) -> Process | None:
+        """With its marks, if it is ours to read; None when it is gone. ``before``: as it was read last."""
+        process = look(pid)
+        if process is None:
+            return None
+        if before is not None and before.started == process.started:
+            return msgspec.structs.replace(process, launch=before.launch, step=before.step, module=before.module)
+        try:
+            return marks(process) if os.stat(f"/proc/{pid}").st_uid == self._user else process
+        except OSError:
+            return None
 
 
 def command_env(env: Mapping[str, str], launch_file: str, me: Process) -> dict[str, str]:

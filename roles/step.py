@@ -16,11 +16,12 @@ from signal import SIGKILL, SIGTERM
 from rrl.roles.activity import spoken_for
 from rrl.roles.environment import on_this_node, raise_limits
 from rrl.roles.first import FirstProcess
+from rrl.roles.gpu_room import no_room
 from rrl.roles.processes import ProcessGroup, command_env, end_descendants
 from rrl.roles.role_log import RoleLog
 from rrl.roles.setting_up import SetUp
 from rrl.roles.standing_by import make_way
-from rrl.spec.launch import EXITED, NOT_STARTED, Launch, read_launch
+from rrl.spec.launch import EXITED, NO_ROOM, NOT_STARTED, SIGNALLED, Launch, read_launch
 
 BEFORE_TELLING = 0.5
 """s for killed descendants to end before the exit is told: normally some ms; one that hangs in the kernel must not
@@ -44,6 +45,13 @@ async def _live(launch: Launch, launch_file: str) -> int:
         if not await first.admission():
             await first.finish(None, None, first.why or "asked")
             return 0
+        held = await no_room(first)
+        if first.why is not None:  # meanwhile
+            await first.finish(None, None, first.why)
+            return 0
+        if held:
+            await first.finish(None, None, f"{NO_ROOM}{held}")
+            return 127
         try:
             setup, log = _start(first)
         except OSError as error:
@@ -59,7 +67,7 @@ async def _live(launch: Launch, launch_file: str) -> int:
             await first.finish(None, None, f"{NOT_STARTED}{trouble}")
         else:
             said = await asyncio.to_thread(log.last_line) if code else ""
-            await first.finish(code, number, first.why or (EXITED if number is None else "signalled"), said)
+            await first.finish(code, number, first.why or (EXITED if number is None else SIGNALLED), said)
         if left and (left := end_descendants(first.me, BEFORE_LEAVING)):
             print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
         await asyncio.to_thread(log.finish)

@@ -22,6 +22,7 @@ import msgspec
 from rrl.roles.checkpoint_files import Digest, fresh_folder, make_durable, verified
 from rrl.roles.checkpoint_files import describe as describe_files
 from rrl.roles.link import Link, Stopping
+from rrl.roles.stacks import let_others_look
 from rrl.roles.standing_by import step_up
 from rrl.roles.trajectories.packed import unpacked
 from rrl.roles.trajectories.types import Batch, Item, PackedBatch, Score, Segment, ToScore
@@ -121,6 +122,7 @@ class Worker:
         days, until it is needed; one that is asked to leave before ends here, by SystemExit."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
+        let_others_look()
         warm = self.launch.standby
         try:
             self._link.start()
@@ -159,6 +161,7 @@ class Worker:
     def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
         """Say what this role is doing: it decides what silence means (:mod:`rrl.spec.phases`)."""
         self._link.faults.strike()
+        self._link.probes.answer()
         before = self._link.phase
         if before[0] == "starting":
             before = ("between", None)  # whoever has been in a phase has started
@@ -192,6 +195,17 @@ class Worker:
     def progress(self, units: int = 1) -> None:
         """So much more work is done (tokens, samples, steps: any unit, always the same)."""
         self._link.progress(units)
+
+    def on_probe(self, handler: Callable[[], object]) -> None:
+        """Have ``handler`` do a bit of real work whenever the run suspects this role, and return in a few words what it
+        did; what it raises is the reason for a restart, and so is no answer in time. It runs in the thread that calls
+        this, at that thread's next call of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`,
+        :meth:`answer_probe`, or while it waits for the store): a role that is stuck elsewhere does not answer."""
+        self._link.probes.on_probe(handler)
+
+    def answer_probe(self) -> None:
+        """For a long stretch of work without any other call of the API."""
+        self._link.probes.answer()
 
     @property
     def stopping(self) -> threading.Event:
@@ -320,6 +334,7 @@ class Worker:
     # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
     def new_weights(self) -> NewWeights | None:
         """The newest complete version if it is not the one you got last; never blocks."""
+        self._link.probes.answer()
         held = self._link.weights.current()
         if held is None or held.manifest.version == self._loaded:
             return None

@@ -26,6 +26,7 @@ from rrl.spec.words import AGENT, SHADOW
 
 _L = jobview.Limits()
 _R = jobview.Recovery()
+_H = jobview.HealthView()
 
 
 def _format_string(text: str) -> str:
@@ -164,6 +165,9 @@ class LimitsTable(Table):
     lease: Time = _L.lease
     adaptive: Annotated[float, Field(ge=1)] = _L.adaptive
     first_pass: Duration = _L.first_pass
+    suspect: Time = _L.suspect
+    probe: Time = _L.probe
+    idle: Time = _L.idle
 
     @model_validator(mode="after")
     def _silence_holds_beats(self) -> LimitsTable:
@@ -210,6 +214,18 @@ class RecoveryTable(Table):
     failure_rate: Annotated[float, Field(ge=0, lt=1)] = _R.failure_rate
 
 
+class HealthTable(Table):
+    """How the nodes are looked after: what is done for what detectors and checks find. Their thresholds are the site's
+    (docs/health.md)."""
+
+    observe_only: bool = _H.observe_only
+    checks: dict[str, Literal["act", "observe", "off"]] = {}
+    admission: bool = _H.admission
+    stragglers: Literal["report", "exclude"] = "report"
+    history: str = _H.history
+    metrics: Annotated[str, Field(pattern=r"^$|^[^:\s]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")] = _H.metrics
+
+
 class TransportTable(Table):
     """How weights travel."""
 
@@ -244,6 +260,7 @@ class Job(Table):
     limits: LimitsTable = LimitsTable()
     phases: Annotated[dict[str, PhaseTable], AfterValidator(_phase_names)] = {}
     recovery: RecoveryTable = RecoveryTable()
+    health: HealthTable = HealthTable()
     transport: TransportTable = TransportTable()
     faults: FaultsTable = FaultsTable()
 

@@ -56,8 +56,9 @@ def viewed(job: Job, python: str) -> jobview.JobView:
         network=job.transport.network,
         weights=job.transport.weights,
         manager=jobview.ManagerView(job.manager.where, {**kept, **own}, job.cluster.job_walltime or 0.0),
-        limits=job.merged_limits(),
+        limits=msgspec.structs.replace(job.merged_limits(), stragglers=job.health.stragglers),
         recovery=msgspec.convert(job.recovery.model_dump(), jobview.Recovery),
+        health=msgspec.convert(job.health.model_dump(), jobview.HealthView),
         faults=plan_faults(job.faults, {role.name: role.replicas for role in roles}, job.cluster.walltime),
         faults_allowed=job.faults.allow,
     )

@@ -162,6 +162,15 @@ class Limits(Struct, frozen=True):
     """no-progress deadline = so many times the usual duration of the phase (NVRx: 5), within the phase's bounds"""
     first_pass: float = 1800.0
     """grace added to the first pass of a phase in a life (compilation, warm-up; NVRx gives a start 1 h)"""
+    suspect: float = 60.0
+    """s without a token after which a rollout that generates is suspected and asked for one (RobustRL 1.2: 60 s); the
+    usual gap of its role raises it (``adaptive``)"""
+    probe: float = 30.0
+    """s that a suspect has to answer; RobustRL does not say its own"""
+    idle: float = 60.0
+    """s without any work of CPU or GPU after which who must compute is suspected"""
+    stragglers: str = "report"
+    """what to do about who stays slow: ``HealthView.stragglers``"""
     phases: dict[str, PhaseView] = {}
     """by name: bounds that the job moves, and phases of its own"""
 
@@ -208,6 +217,23 @@ class Recovery(Struct, frozen=True):
     """probability that a node fails on a day (Meta's RSC-1: 0.0065), for standbys = "auto"; 0: not known"""
 
 
+class HealthView(Struct, frozen=True):
+    """How the nodes of a run are looked after (``[health]``)."""
+
+    observe_only: bool = False
+    """nothing is done for what a detector finds, but proof that a process or node is gone: it is told as WARN"""
+    checks: dict[str, str] = {}
+    """by detector or check: ``act``, ``observe`` (told as WARN, nothing is done) or ``off``"""
+    admission: bool = True
+    """a node is checked before the first role starts there; one that fails is not used"""
+    stragglers: str = "report"
+    """``report``, or ``exclude``: the node of a replica that stays slow is left for a spare, if there is one"""
+    history: str = ""
+    """folder that this run's findings are appended to, for the administrators' report; empty: none"""
+    metrics: str = ""
+    """``host:port`` where the manager serves Prometheus metrics; port 0: any free one; empty: it does not"""
+
+
 class JobView(Struct, frozen=True):
     name: str
     steps: int
@@ -232,6 +258,7 @@ class JobView(Struct, frozen=True):
     manager: ManagerView = ManagerView()
     limits: Limits = Limits()
     recovery: Recovery = Recovery()
+    health: HealthView = HealthView()
     faults: tuple[Fault, ...] = ()
     """planned by the job itself"""
     faults_allowed: bool = False

@@ -19,10 +19,14 @@ LAUNCH_ENV = "RRL_LAUNCH"
 """Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""
 EXITED = "exited"
 """``ExitRecord.why`` of a command that ended by itself, whatever its code"""
+SIGNALLED = "signalled"
+"""``ExitRecord.why`` of a command that a signal ended that was not ours"""
 ASKED = "asked"
 """``ExitRecord.why`` of a step that was asked to end: by the manager, or by a SIGTERM, whoever sent it"""
 NOT_STARTED = "not started: "
 """how the ``why`` of a command begins that could not be started at all: proof that it is not there"""
+NO_ROOM = "no room on its GPUs: "
+"""the same of one whose GPUs others hold memory of: it may well start elsewhere, or later"""
 ENDED_AT_ONCE = "its step ended as soon as it began"
 """how a cluster begins to say of a launch that its first process ended before it spoke"""
 
@@ -60,6 +64,10 @@ class Launch(Struct, frozen=True):
     """an agent's: command behind ``setup`` by which the node shows that roles can run here; empty: it need not"""
     probe_within: float = 60.0
     """s that it may take"""
+    readers: tuple[str, ...] = ()
+    """an agent's: readers of node health that run beside it"""
+    admission: float = 0.0
+    """s that their first round may take before it says that its node is there; 0: it does not wait for them"""
 
     @property
     def role(self) -> str:

@@ -28,6 +28,8 @@ class Phase(Struct, frozen=True):
     """the GPU must not idle in it"""
     waits_for: str | None = None
     """the role that it waits for: a stall here is charged to the end of the chain"""
+    own_work: bool = False
+    """though it waits, it may as well be at work itself: that it stands says nothing before its deadline"""
     useful: bool = False
     """counts as effective training time (RobustRL's ETTR: rollout and actor update both count)"""
     shortest: float = 60.0
@@ -44,11 +46,12 @@ _ALL = (
     Phase("starting", longest=600.0, colour="cyan"),
     # outside of every phase that the role names: mostly nothing, but an evaluation may be there
     Phase("between", shortest=600.0, longest=6 * _HOUR, colour="bright_black"),
-    Phase("loading_weights", waits_for="trainer", colour="cyan"),
+    Phase("loading_weights", waits_for="trainer", own_work=True, colour="cyan"),
     Phase("wait_weights", waits_for="trainer", colour="yellow"),
     Phase("wait_work", waits_for="trajectories", useful=True, colour="bright_black"),
     Phase("wait_data", waits_for="rollout", useful=True, colour="bright_black"),
-    Phase("generate", progresses=True, computes=True, useful=True, shortest=60.0, longest=_HOUR, colour="green"),
+    # tools take minutes. Who can be asked for a token is judged by its answer long before this (health/suspicion.py)
+    Phase("generate", progresses=True, computes=True, useful=True, shortest=300.0, longest=_HOUR, colour="green"),
     # a usual step is no measure of one with an evaluation in it
     Phase("train", computes=True, useful=True, shortest=600.0, longest=6 * _HOUR, colour="green"),
     # shared storage stalls for minutes

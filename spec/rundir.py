@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 
 RUNS_ENV = "RRL_RUNS_DIR"
+HISTORY_ENV = "RRL_HISTORY"
+"""the site's folder for the history across runs and users, for jobs that name none (``[health] history``)"""
 
 
 def runs_root() -> Path:
@@ -51,9 +53,13 @@ class RunDir:
         self.steps = path / "steps"
         """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)"""
         self.logs = path / "logs"
+        self.stacks = path / "stacks"
+        """``<life>-<epoch>.<n>.txt``, 0600: what the processes of a suspect and of its gang were doing"""
         self.store = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.summary = path / "summary.json"
+        self.metrics = path / "metrics"
+        """``host:port`` where the current manager serves metrics, while it does"""
         self.submit = path / "submit"
         """submitit's folder"""
         self.ballast = path / "ballast"

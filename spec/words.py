@@ -150,7 +150,7 @@ class Evidence(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """What a detector concludes. ``life`` for a replica, else ``node``; exactly one of them is set.
+    """What a detector concludes. ``life`` for a replica, else ``node``; neither where it is about the run as a whole.
 
     ``proof`` marks a reading that is enough by itself (an exit record, Slurm says DOWN, Xid 79).
     """
@@ -164,11 +164,13 @@ class Finding(Struct, frozen=True):
     life: Life | None = None
     node: NodeName | None = None
     proof: bool = False
+    part: str = ""
+    """of the node, what it is about: a GPU's UUID, a port (``mlx5_0/1``), a path; empty: the whole"""
 
     @property
     def key(self) -> str:
         """Identity across time: the same detector about the same thing is the same finding."""
-        return f"{self.detector}:{self.life or self.node}"
+        return f"{self.detector}:{self.life or self.node or 'run'}" + (f":{self.part}" if self.part else "")
 
 
 class Outcome(StrEnum):

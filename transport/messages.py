@@ -113,6 +113,22 @@ class AgentHello(Struct, frozen=True, tag=True):
     """names of the node's RDMA devices"""
     keeps: str = ""
     """``tcp://host:port`` where its snapshots can be put and fetched"""
+    findings: tuple[Finding, ...] = ()
+    """what its checks find on the node just now, but what is OK; times as in ``Found``"""
+    now: float = 0.0
+    """the node's clock, as in ``Found``"""
+
+
+class Load(Struct, frozen=True):
+    """What the processes of one step took since the last beat that told loads."""
+
+    tag: str
+    cpu: float
+    """cores"""
+    gpu: float | None = None
+    """share of the time in which a kernel ran on the busiest of its GPUs, 0 to 1; None: nobody can say"""
+    tensor: float | None = None
+    """share in which tensor cores worked, of the GPU where they did most; None: nobody can say"""
 
 
 class AgentBeat(Struct, frozen=True, tag=True):
@@ -120,6 +136,8 @@ class AgentBeat(Struct, frozen=True, tag=True):
     node: NodeName
     alive: tuple[str, ...] = ()
     """tags of the steps whose first process lives on this node"""
+    loads: tuple[Load, ...] = ()
+    """of those steps, each few beats; empty: not looked at since the last beat that told any"""
 
 
 class Gone(Struct, frozen=True, tag=True):
@@ -131,7 +149,36 @@ class Gone(Struct, frozen=True, tag=True):
 
 
 class Found(Struct, frozen=True, tag=True):
+    """From an agent: a check of its node concludes something else than before; OK clears it. Times in the finding are
+    of the node's clock, as is ``now``: the manager counts back from its own receipt."""
+
     finding: Finding
+    life: Life
+    """the agent's"""
+    node: NodeName
+    now: float
+
+
+class Probed(Struct, frozen=True, tag=True):
+    """From a worker: the answer to ``Probe``."""
+
+    life: Life
+    id: int
+    ok: bool
+    detail: str = ""
+    """what was done for it, or why it failed"""
+
+
+class Stacks(Struct, frozen=True, tag=True):
+    """From an agent: the answer to ``TakeStacks``. ``dumps``: process id → py-spy's dump of it."""
+
+    life: Life
+    """the agent's"""
+    of: Life
+    id: int
+    dumps: dict[int, str] = {}
+    error: str = ""
+    """why there are none"""
 
 
 class Injected(Struct, frozen=True, tag=True):
@@ -155,7 +202,7 @@ class Goodbye(Struct, frozen=True, tag=True):
 
 Up = (
     Wanted | Hello | Beat | Entered | FirstWork | Holds | Committed | StepExit
-    | AgentHello | AgentBeat | Gone | Found | Injected | Goodbye
+    | AgentHello | AgentBeat | Gone | Found | Probed | Stacks | Injected | Goodbye
 )  # fmt: skip
 
 
@@ -241,4 +288,19 @@ class Inject(Struct, frozen=True, tag=True):
     tag: str
 
 
-Down = Peers | Admitted | Welcome | Become | Fenced | Stop | Inject
+class Probe(Struct, frozen=True, tag=True):
+    """To a worker that is suspected: do a bit of your work, and say so (``Probed``)."""
+
+    life: Life
+    id: int
+
+
+class TakeStacks(Struct, frozen=True, tag=True):
+    """To the agent on its node: what are the processes of this step doing? Answered ``Stacks``."""
+
+    of: Life
+    tag: str
+    id: int
+
+
+Down = Peers | Admitted | Welcome | Become | Fenced | Stop | Inject | Probe | TakeStacks

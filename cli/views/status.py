@@ -274,7 +274,7 @@ def _findings(state: State, now: float) -> RenderableType | None:
         verdict = Text(f"! {finding.verdict.value}", _VERDICT.get(finding.verdict, "white"))
         evidence = "; ".join(one.text for one in finding.evidence)
         ago = f"{span(now - finding.since)} ago"
-        grid.add_row(verdict, str(finding.life or finding.node), ago, f"{_named(finding)}: {evidence}")
+        grid.add_row(verdict, str(finding.life or finding.node or "the run"), ago, f"{_named(finding)}: {evidence}")
     return grid
 
 

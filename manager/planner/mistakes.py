@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rrl.manager.actions import Finish, Rung, Why
-from rrl.manager.planner.rooms import Rooms, never_started
+from rrl.manager.planner.rooms import Rooms, asked_first, never_started
 from rrl.manager.state import Replica, State, Status, finding_about, workers
 from rrl.spec.launch import NOT_STARTED
 from rrl.spec.words import AGENT, SHADOW, NodeName, Outcome, ReplicaId, gang_of, replica_id
@@ -61,7 +61,7 @@ def unfit_nodes(state: State) -> dict[NodeName, str]:
     for name, node in state.nodes.items():
         if node.probe:
             found[name] = node.probe
-        elif state.job.env.probe and never_started(state, name):
+        elif asked_first(state, node) and never_started(state, name):
             failures = state.replica(replica_id(AGENT, name)).failures
             found[name] = failures[-1].why if failures else "its agent never started"
     return found

@@ -12,13 +12,12 @@ import re
 from rrl.manager.actions import Decision, Drain, Exclude, Outside, Readmit, Shrink, Undrain, Why
 from rrl.manager.cluster import NodeState
 from rrl.manager.fold_marks import DRAIN, UNDRAIN
+from rrl.manager.planner.condemned import HARDWARE
 from rrl.manager.planner.rooms import never_started
 from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import Allocation, Node, State, Status, node_finding, workers
-from rrl.spec.words import Cause, NodeName
+from rrl.spec.words import NodeName
 
-HARDWARE = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
-"""causes for which a node is nobody's to use; what a process did says nothing of its node"""
 LONGEST_REASON = 160
 """characters; sinfo -R shows 20 of them by default, Slurm itself keeps thousands (measured: 2,000)"""
 _NOT_IN_REASONS = re.compile(r"[^A-Za-z0-9 .,:;/@_()+-]+")

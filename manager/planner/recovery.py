@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from rrl.manager.actions import Decision, Exclude, Fence, Finish, RestartAll, Rung, Why
+from rrl.manager.actions import Decision, Fence, Finish, RestartAll, Rung, Why
 from rrl.manager.fold_whole import REQUEUE
+from rrl.manager.planner.condemning import condemn, in_words
 from rrl.manager.planner.escalation import against_software
 from rrl.manager.planner.ladder import HELPER, HELPERS, POLICIES, Case, can_spare, depth, often, whole_spent
-from rrl.manager.planner.mistakes import all_given_up, never_joined, not_there, nowhere, rejected, unfit_nodes
+from rrl.manager.planner.mistakes import all_given_up, never_joined, not_there, nowhere, rejected
 from rrl.manager.planner.rooms import Rooms
-from rrl.manager.state import Replica, State, Status, finding_about, node_finding
-from rrl.spec.words import AGENT, Cause, Finding, Life, NodeName, Outcome, ReplicaId, gang_of
+from rrl.manager.state import Replica, State, Status, finding_about
+from rrl.spec.words import AGENT, Life, NodeName, Outcome, ReplicaId, gang_of
 
 _Members = Sequence[Replica]
 
@@ -30,7 +31,7 @@ def recover(state: State, rooms: Rooms, now: float) -> list[Decision]:
     """Decisions for everything that failed. ``now``: manager's time (s), for the restart budgets' window."""
     if (mistake := not_there(state, rooms) or nowhere(state)) is not None:
         return [mistake]
-    excludes = _condemned(state)
+    excludes = condemn(state, rooms)
     condemned = {exclude.node for exclude in excludes}
     decisions: list[Decision] = [*excludes, *_in_the_way(state, rooms, now)]
     spared: set[ReplicaId] = set()
@@ -47,19 +48,6 @@ def recover(state: State, rooms: Rooms, now: float) -> list[Decision]:
         if any(isinstance(one, Fence) and one.rung is Rung.DEGRADED for one in decided):
             spared.add(gang_of(members[0].id))
     return decisions
-
-
-def _condemned(state: State) -> list[Exclude]:
-    excludes: list[Exclude] = []
-    unfit = unfit_nodes(state)
-    for name, node in state.nodes.items():
-        finding = node_finding(state, name)
-        evidence = _evidence(finding) if finding else (f"probe: {unfit[name]}",) if name in unfit else ()
-        if evidence and node.excluded is None:
-            why = Why(evidence, expects="no further placement on this node")
-            cause, proof = (finding.cause, finding.proof) if finding else (Cause.SOFTWARE, False)
-            excludes.append(Exclude(name, why, cause, proof))
-    return excludes
 
 
 # ── not for a failure of its own ─────────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +132,7 @@ def _lost(state: State, replica: Replica) -> tuple[str, ...]:
     """Why this life cannot go on, in the words of the evidence; empty when it can."""
     finding = finding_about(state, replica.life)
     if finding is not None:
-        return _evidence(finding)
+        return in_words(finding)
     if replica.node is None:
         return ()
     node = state.nodes.get(replica.node)
@@ -220,7 +208,3 @@ def _never(case: Case, mistake: tuple[str, ...]) -> Decision:
         why = Why(mistake, Rung.DEGRADED, f"{failed.role} goes on with one replica less", within)
         return Fence(failed.life, Rung.DEGRADED, why)
     return rejected(mistake)
-
-
-def _evidence(finding: Finding) -> tuple[str, ...]:
-    return tuple(f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence)

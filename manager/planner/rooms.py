@@ -14,6 +14,8 @@ from msgspec import Struct
 from rrl.manager.actions import Shrink
 from rrl.manager.cluster import NodeState
 from rrl.manager.fold_marks import DRAIN, GIVEN_BACK
+from rrl.manager.node_readers import admits
+from rrl.manager.planner.condemned import condemns
 from rrl.manager.planner.terms import NEVER, succeeded_from
 from rrl.manager.planner.warm import (
     Taken,
@@ -61,10 +63,12 @@ class Rooms:
         self.usable = [Spot(node.name, tag, terms[tag] <= now or node.name in self.leaving) for node, tag in pairs]
         self._spots: dict[str, list[Spot]] = {part.name: [] for part in state.job.parts}
         self._unproven: Counter[str] = Counter()
-        for spot in sorted(self.usable, key=lambda spot: spot.ageing):  # stable: natural order among equals
+        proved = {one.node for one in state.findings.values() if one.proof and condemns(one)}
+        suspects = {one.node for one in state.findings.values() if one.node is not None}
+        for spot in sorted(self.usable, key=lambda spot: (spot.ageing, spot.node in suspects)):  # stable: natural order
             part, node = state.allocations[spot.allocation].ask.part, state.nodes[spot.node]
-            probe, asked = node.probe, bool(state.job.env.probe or node.exclusions)
-            if spot.node in self.leaving:
+            probe, asked = node.probe, bool(node.exclusions) or asked_first(state, node)
+            if spot.node in self.leaving or spot.node in proved:  # the brake may keep it from being excluded
                 continue
             if probe == "" or (probe is None and not asked):
                 self._spots[part].append(spot)
@@ -316,6 +320,12 @@ class Rooms:
             and sum(e.gpus for e in each) <= room.gpus
             and sum(e.mem for e in each) <= room.mem
         )
+
+
+def asked_first(state: State, node: Node) -> bool:
+    """Roles wait for what its agent says of it: whether they can run there, or how the node does."""
+    allocation = state.allocations.get(node.allocation)
+    return bool(state.job.env.probe) or (allocation is not None and admits(state.job, allocation.ask.node.gpus))
 
 
 def never_started(state: State, node: NodeName) -> bool:

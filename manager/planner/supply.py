@@ -3,11 +3,13 @@ what is given back because it serves nobody."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 import msgspec
 
 from rrl.manager.actions import Action, Fence, Finish, Release, Request, Rung, Why
+from rrl.manager.planner.mistakes import SHOWN
 from rrl.manager.planner.placement import Assignment, nodes_for
 from rrl.manager.planner.rooms import Rooms
 from rrl.manager.planner.rotation import idle
@@ -178,12 +180,21 @@ def _without_nodes(
         if left < _floor(state, role):
             names = ", ".join(one.id for one in members)
             by = now + GRACES * state.job.limits.step_grace
-            why = Why((*evidence, f"{names} has no node"), Rung.GIVE_UP, "everything is given back", by)
+            said = (*dict.fromkeys(evidence), f"{names} has no node", *_left_nodes(state, part))
+            why = Why(said, Rung.GIVE_UP, "everything is given back", by)
             return [Finish(Outcome.FAILED, why)]
         by = now + state.job.recovery.window
         why = Why(evidence, Rung.DEGRADED, f"{role} goes on with {left} replicas", by)
         actions += [Fence(one.life, Rung.DEGRADED, why, charged=False) for one in gang(state, id)]
     return actions
+
+
+def _left_nodes(state: State, part: Part) -> Iterator[str]:
+    """Why those that there were are not used: what the run ends for, in the end."""
+    left = [node for node in state.nodes.values() if node.excluded is not None and node.part in (part.name, "")]
+    yield from (f"{node.name} is excluded: {node.excluded}" for node in left[:SHOWN])
+    if len(left) > SHOWN:
+        yield f"and {len(left) - SHOWN} more"
 
 
 def _left(state: State, role: str, without: list[Replica]) -> int:

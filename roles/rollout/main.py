@@ -36,18 +36,20 @@ def main() -> None:
 
 def roll(me: rrl.Worker, engine: Engine) -> None:
     """Until asked to stop. What was made is durable then, and the next rollout goes on from there."""
+    shown = _Shown(engine)
+    me.on_probe(shown.work)
     while not me.stopping.is_set():
         engine.add(me.lease(engine.room))
-        _renew(me, engine)
+        _renew(me, engine, shown)
         if engine.busy:
             with me.phase("generate"):
-                _grow(me, engine)
+                _grow(me, engine, shown)
     segments, finished = engine.rest()
     if segments or finished:
         me.append(segments, finished)
 
 
-def _grow(me: rrl.Worker, engine: Engine) -> None:
+def _grow(me: rrl.Worker, engine: Engine, shown: _Shown) -> None:
     """Until nothing is left, or asked to stop: more work is taken as soon as there is room for it."""
     while engine.busy and not me.stopping.is_set():
         segments, finished = engine.step()
@@ -55,17 +57,33 @@ def _grow(me: rrl.Worker, engine: Engine) -> None:
             engine.drop(me.append(segments, finished))
             if engine.busy and engine.room:
                 engine.add(me.lease(engine.room, wait=False))
-        _renew(me, engine)  # after the lease: work is given for the newest weights that are here
+        _renew(me, engine, shown)  # after the lease: work is given for the newest weights that are here
 
 
-def _renew(me: rrl.Worker, engine: Engine) -> None:
+def _renew(me: rrl.Worker, engine: Engine, shown: _Shown) -> None:
     """Between two steps: what is under way goes on with the new weights."""
     if new := me.new_weights():
         with me.phase("loading_weights"):
             engine.load(new.version, unpack(new.tensors, new.flat))
             engine.probe()
+        shown.loaded = True
         if new.version.step % LOG_EVERY == 0:
             print(f"weights {new.version}", flush=True)
+
+
+class _Shown:
+    """What a rollout under suspicion shows. It is asked between two steps and while it waits for work, always in the
+    thread that the engine works in: one that is stuck in a step, or anywhere else, does not come to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.loaded = False
+
+    def work(self) -> str:
+        if not self.loaded:
+            return "it has no weights yet"
+        self._engine.probe()
+        return "the engine made a token"
 
 
 def _builder(me: rrl.Worker) -> Callable[[], Engine]:

@@ -265,8 +265,10 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
     async def watch() -> None:
         while not me.stopping.is_set():
             await asyncio.sleep(_LOOK)
+            me.answer_probe()
         server.stop()
 
+    me.on_probe(lambda: store.warning() or "its loop goes round")  # in the thread that this loop needs
     watching = asyncio.create_task(watch())
     try:
         if me.peers is not None:

@@ -199,3 +199,31 @@ def test_what_fails_after_a_run_was_resumed_is_told_too() -> None:
     story.tell(ev.Resumed("ada", "c1", story.job)).launches("rollout/0", "n3").joins("rollout/0", "generate")
     story.loses("rollout/0")
     assert [one.life for one in failures(story.stamped)] == [story.life("rollout/0")]
+
+
+def _stacks(story: Story) -> ev.StacksTaken:
+    return ev.StacksTaken(story.life("rollout/0"), ("rollout/0#1: step (engine.py:95)",), file="stacks/x.txt")
+
+
+def test_stacks_that_were_taken_of_a_failed_life_are_told_with_their_file() -> None:
+    story = Story(RUN).works()
+    story.tell(_stacks(story)).wait(2)
+    (failure,) = failures(story.recovers("rollout/0").stamped)
+    assert failure.told[-2:] == ("stacks: rollout/0#1: step (engine.py:95)", "stacks: whole: stacks/x.txt")
+
+
+def test_stacks_of_a_suspicion_that_passed_long_before_say_nothing_of_a_failure() -> None:
+    story = Story(RUN).works()
+    story.tell(_stacks(story)).wait(600)
+    (failure,) = failures(story.recovers("rollout/0").stamped)
+    assert not [line for line in failure.told if "stacks" in line]
+
+
+def test_stacks_that_the_finding_names_itself_are_not_told_twice() -> None:
+    story = Story(RUN).works()
+    said = ("rollout/0#1: step (engine.py:95)", "whole: stacks/x.txt")
+    evidence = tuple(Evidence("stacks", text, 1.0) for text in said)
+    life = story.life("rollout/0")
+    found = Finding("no_answer", Verdict.FAIL, Cause.HANG, Remedy.RESTART, 1.0, evidence, life)
+    (failure,) = failures(story.tell(_stacks(story), ev.FindingChanged(found)).stamped)
+    assert sum("stacks/x.txt" in line for line in failure.told) == 1

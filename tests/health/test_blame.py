@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrl.health.blame import charge
+from rrl.health.standing import ENDLESS
 from rrl.spec.jobview import Limits, PhaseView
 from rrl.spec.phases import PHASES
 from rrl.spec.words import Cause, Life, ReplicaId
@@ -98,7 +99,40 @@ def test_a_service_that_works_is_not_charged_however_long_others_wait() -> None:
     for _ in range(60):
         trace.play(50)
         trace.done[STORE] = trace.done.get(STORE, 0) + 1
-    assert trace.found() == set()
+        assert trace.found() <= {fail("standstill", TRAINER)}
+
+
+def test_a_trainer_that_hangs_in_its_wait_for_data_is_charged_when_all_rollouts_have_long_run_out_of_work() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.waiting = dict.fromkeys((TRAINER, REWARD, *ROLLOUTS), STORE.replica)
+    trace.still -= {STORE, REWARD}
+    for second in range(0, int(ENDLESS * PHASES["wait_data"].longest), 10):
+        assert trace.found() == set(), f"after {second} s"
+        trace.done[STORE] = trace.done.get(STORE, 0) + 9  # it serves the reward role, which works a backlog off
+        trace.enter(REWARD, "score" if second % 20 else "wait_work")
+        trace.play(10)
+    assert trace.found() == {fail("standstill", TRAINER)}
+
+
+@pytest.mark.parametrize("phase", ["generate", "loading_weights"])
+def test_not_while_one_rollout_is_at_work(phase: str) -> None:
+    trace = job("wait_data", "wait_work")
+    trace.still -= {STORE, REWARD, *ROLLOUTS}
+    for minute in range(60):
+        trace.enter(ROLLOUTS[minute % 3], phase)
+        trace.enter(ROLLOUTS[(minute - 1) % 3], "wait_work")
+        trace.done[STORE] = minute
+        trace.play(60)
+        assert trace.found() == set()
+
+
+def test_nobody_is_charged_who_waits_for_a_service_at_work() -> None:
+    trace = job("train", "wait_work")
+    trace.still.discard(STORE)
+    for minute in range(60):
+        trace.done[STORE] = minute
+        trace.play(60)
+        assert trace.found() == set()
 
 
 def test_a_service_that_nobody_waits_for_may_idle_for_ever() -> None:
@@ -193,8 +227,8 @@ def test_the_charge_does_not_depend_on_the_order_of_the_findings() -> None:
 
     trace = job("wait_data", "wait_work")
     trace.play(LONG)
-    raw = [f for seen in trace.watch.workers() for detector in PROGRESS_DETECTORS
-           if (f := detector(seen, LIMITS, trace.now)[0])]  # fmt: skip
+    raw = [next(f for detector in PROGRESS_DETECTORS if (f := detector(seen, LIMITS, trace.now)[0]))
+           for seen in trace.watch.workers()]  # fmt: skip
     assert len(raw) == 6
     assert charge(raw, trace.watch) == charge(raw[::-1], trace.watch) == trace.findings()
 
@@ -211,3 +245,70 @@ def test_a_thousand_waiters_are_walked_through_once_and_named_in_five_lines() ->
     (finding,) = [f for f in trace.findings(trace.now) if f.detector == "standstill"]
     assert finding.life == STORE
     assert len(finding.evidence) == 6
+
+
+# ── services ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_store_that_all_wait_for_is_charged_as_soon_as_a_service_may_not_stand_still_any_longer() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.play(PHASES["serve"].shortest - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("standstill", STORE)}
+
+
+def test_a_store_is_charged_for_a_call_that_is_stuck_though_the_trainer_is_at_work() -> None:
+    trace = job("train", "generate")
+    trace.play(10)
+    trace.waiting = dict.fromkeys(ROLLOUTS, STORE.replica)
+    trace.play(PHASES["serve"].shortest)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("standstill", STORE)}
+
+
+def test_a_store_that_serves_somebody_is_not_charged_for_a_call_that_is_stuck() -> None:
+    trace = job("train", "generate")
+    trace.waiting = {ROLLOUTS[0]: STORE.replica}
+    for _ in range(20):
+        trace.play(100)
+        trace.done[STORE] = trace.done.get(STORE, 0) + 1
+    assert all(about != str(STORE) for _, about, _ in trace.found())
+
+
+def test_a_call_that_has_only_begun_is_no_standstill_however_long_its_caller_was_silent_before() -> None:
+    trace = job("train", "generate")
+    trace.play(400)
+    trace.waiting = {ROLLOUTS[0]: STORE.replica}
+    trace.play(60)
+    assert all(about != str(STORE) for _, about, _ in trace.found())
+
+
+def test_a_store_whose_storage_stalls_for_three_minutes_is_not_charged() -> None:
+    trace = job("wait_data", "generate")
+    trace.waiting = dict.fromkeys(ROLLOUTS, STORE.replica)
+    trace.play(180)
+    assert trace.found() == set()
+
+
+def test_who_loads_weights_for_long_is_at_work_and_no_reason_to_charge_the_store() -> None:
+    trace = job("wait_data", "wait_work")
+    trace.enter(ROLLOUTS[1], "loading_weights")
+    trace.play(PHASES["loading_weights"].longest + LIMITS.first_pass - 1)
+    assert trace.found() == set()
+
+
+def test_who_never_comes_out_of_loading_weights_fails_by_itself_though_the_phase_also_waits() -> None:
+    trace = job("wait_data", "generate")
+    trace.still -= set(ROLLOUTS)
+    trace.enter(ROLLOUTS[1], "loading_weights")
+    trace.play(PHASES["loading_weights"].longest + LIMITS.first_pass)
+    assert trace.found() == {fail("phase_overdue", ROLLOUTS[1])}
+
+
+def test_a_reward_role_that_hangs_fails_by_itself_and_the_store_is_not_charged_for_it() -> None:
+    trace = job("wait_data", "wait_work", reward="score")
+    trace.still.discard(REWARD)
+    trace.play(60)
+    trace.still.add(REWARD)
+    trace.play(PHASES["score"].shortest)
+    assert trace.found() == {fail("no_progress", REWARD)}

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 from rrl.health import guards
 from rrl.health.guards import detect
+from rrl.health.probes import NO_HANDLER
 from rrl.health.progress import waits
 from rrl.health.sightings import Watch
+from rrl.health.standing import ENDLESS
+from rrl.health.suspicion import to_probe
 from rrl.spec.jobview import Limits, PhaseView
-from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, Verdict, role_of
+from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, role_of
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
 
 SHORT = Limits(
-    beat=1.0, silence=5.0, join=12.0, first_pass=20.0,
+    beat=1.0, silence=5.0, join=12.0, first_pass=20.0, suspect=8.0, probe=6.0, idle=7.0,
     phases={
         "tools": PhaseView(shortest=20.0, longest=60.0, progresses=True), "train": PhaseView(300.0, 1800.0),
         "stopping": PhaseView(longest=60.0),
@@ -53,7 +56,7 @@ def test_a_replica_that_hangs_is_looked_at_again_when_it_could_fall_silent() -> 
     trace = Trace().node("n1", ROLLOUT)
     trace.play(10)
     trace.still.add(ROLLOUT)
-    trace.play(70)
+    trace.play(310)
     trace.watch.agent_heard(NodeName("n1"), agent_of("n1"), trace.now + 5)
     found, again = detect(trace.watch, LIMITS, trace.now + 5)
     assert ([f.detector for f in found], again) == (["no_progress"], trace.now + LIMITS.silence)
@@ -156,7 +159,11 @@ def test_a_day_of_a_healthy_run_finds_nothing() -> None:
 NODES = [NodeName(f"n{index}") for index in range(3)]
 REPLICAS = [ReplicaId(name) for name in ("trainer/0", "trainer/0.1", "rollout/0", "trajectories/0")]
 HOMES = dict(zip(REPLICAS, (NODES[0], NODES[1], NODES[1], NODES[0]), strict=True))
-PHASES = ["starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own", "tools"]
+PHASES = [
+    "starting", "generate", "train", "wait_weights", "wait_data", "wait_work", "serve", "of_its_own", "tools", "score",
+    "loading_weights",
+]  # fmt: skip
+RAW = ("wait_endless", "wait_overdue", "wait_long", "idle", "stands_idle", "stands_idle_long", "loads_idle")
 WAITS = ["wait_weights", "wait_data", "wait_work", "serve"]
 
 replicas = st.sampled_from(REPLICAS)
@@ -165,9 +172,13 @@ nodes = st.sampled_from(NODES)
 targets = st.none() | replicas
 phases = st.sampled_from(PHASES) | st.sampled_from(WAITS)
 agents = nodes.map(lambda node: Life(ReplicaId(f"{AGENT}/{node}"), 1))
+loads = st.tuples(
+    st.sampled_from([0.0, 1.0]), st.sampled_from([None, 0.0, 0.5, 1.0]), st.sampled_from([None, 0.0, 0.0, 0.5])
+)
 beating = st.tuples(
     st.just("beating"), st.integers(3, 12), st.sampled_from([1.0, 30.0, 150.0]),
     st.just(set()) | st.sets(lives | agents, max_size=3), st.just(set()) | st.sets(replicas, max_size=2),
+    st.just({}) | st.dictionaries(replicas, loads), st.booleans(),
 )  # fmt: skip
 unlikely = st.one_of(
     st.tuples(st.just("nothing")),
@@ -178,6 +189,9 @@ unlikely = st.one_of(
     st.tuples(st.just("all_enter"), st.sampled_from(WAITS), targets),
     st.tuples(st.just("step_ended"), lives, st.sampled_from([0, 1, None]), st.sampled_from(["exited", "asked"])),
     st.tuples(st.just("gone"), lives),
+    st.tuples(st.just("load"), lives, loads),
+    st.tuples(st.just("asked"), lives),
+    st.tuples(st.just("answered"), lives, st.booleans(), st.sampled_from(["", NO_HANDLER])),
     st.tuples(st.just("leaving"), lives),
     st.tuples(st.just("postponed"), lives),
     st.tuples(st.just("goodbye"), lives),
@@ -232,11 +246,18 @@ def perform(watch: Watch, deed: Any, now: float) -> float:
                     elif seen.phase is not None:
                         done = (seen.done or 0) + (seen.life.replica in rest[3])
                         watch.heard(seen.life, seen.phase, done, seen.waits_for, now)
+                        if (load := rest[4].get(seen.life.replica)) is not None:
+                            watch.load(seen.life, load[0], load[1], now, load[2])
+                if rest[5]:
+                    for life in to_probe(watch, SHORT, now):
+                        watch.asked(life, now)
         case "all_enter":
             for seen in watch.workers():
                 watch.entered(seen.life, rest[0], 0, rest[1], now)
         case "step_ended":
             watch.step_ended(rest[0], rest[1], 9 if rest[1] is None else None, rest[2], now)
+        case "load":
+            watch.load(rest[0], rest[1][0], rest[1][1], now, rest[1][2])
         case "agent":
             watch.agent_heard(rest[0], agent(*rest), now)
         case "agent_launched":
@@ -275,11 +296,30 @@ def test_no_finding_changes_before_the_time_to_look_again(trace: Any, share: flo
         for moment in (now + share * (end - now), nextafter(end, 0.0)):
             if now <= moment < again:
                 assert look(watch, moment, SHORT) == (found, again)
+                assert _to_probe(watch, moment, found) == _to_probe(watch, now, found)
         if again == inf:
             break
         now = again
         found, again = look(watch, now, SHORT)
         assert again > now
+
+
+def _to_probe(watch: Watch, now: float, found: list[Finding]) -> set[Life]:
+    """Of those against whom nothing else is found."""
+    lives, lost = {finding.life for finding in found}, {finding.node for finding in found}
+    asked = set(to_probe(watch, SHORT, now)) - lives
+    return {life for life in asked if watch.replicas[life.replica].node not in lost}
+
+
+@_few
+@given(traces)
+def test_who_is_to_be_asked_is_remembered_right(trace: Any) -> None:
+    for watch, now in played(trace):
+        detect(watch, SHORT, now)
+        remembered = to_probe(watch, SHORT, now)
+        everything = deepcopy(watch)
+        everything.touched.update(watch.nodes)
+        assert remembered == to_probe(everything, SHORT, now)
 
 
 @_few
@@ -305,19 +345,25 @@ def test_findings_are_about_who_is_believed_and_each_subject_has_one(trace: Any)
 
 @_few
 @given(traces)
-def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_stands(trace: Any) -> None:
+def test_a_waiter_is_never_charged_but_in_a_circle_and_only_where_the_whole_run_stands_or_a_call_is_stuck(
+    trace: Any,
+) -> None:
     for watch, now in played(trace):
         found = detect(watch, SHORT, now)[0]
         for finding in found:
-            assert finding.detector not in ("wait_overdue", "idle")
+            assert finding.detector not in RAW
             if finding.life is None or finding.verdict is not Verdict.FAIL or finding.cause != "hang":
                 continue
             seen = watch.replicas[finding.life.replica]
             if finding.detector == "standstill":
-                assert all(one.left_at is not None or one.beats >= 3 for one in watch.workers())
-                assert not waits(seen) or _in_a_circle(watch, seen.life.replica)
-            elif finding.detector != "never_left":
-                assert not waits(seen)
+                called = [one for one in watch.workers() if one.waits_for == seen.life.replica and one.beats >= 3]
+                endless = waits(seen) and now >= seen.clock + ENDLESS * seen.declared.longest
+                assert called or endless or all(one.left_at is not None or one.beats >= 3 for one in watch.workers())
+                assert not waits(seen) or endless or _in_a_circle(watch, seen.life.replica)
+            elif finding.detector == "no_answer" and waits(seen):
+                assert seen.role.answers, "its role has answered while it waited"
+            elif finding.detector not in ("never_left", "engine_dead"):
+                assert not waits(seen) or seen.declared.own_work
 
 
 def _in_a_circle(watch: Watch, start: ReplicaId) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Collection
 from copy import deepcopy
 
 from rrl.health.guards import detect
+from rrl.health.probes import NO_HANDLER
 from rrl.health.sightings import ReplicaSighting, Watch
+from rrl.health.suspicion import to_probe
 from rrl.spec.jobview import Limits
 from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, role_of
 
@@ -17,6 +19,12 @@ ROLLOUT = ROLLOUTS[0]
 
 Seen = tuple[str, str, str]
 """detector, about whom, verdict"""
+BUSY, IDLE, SPINNING = (1.0, 0.97, 0.4), (0.01, 0.0, 0.0), (1.0, 1.0, 0.0)
+"""loads: cores, share of the time with a kernel, with tensor cores at work"""
+WORKS, DEAD, MUTE = (True, "1 token"), (False, "EngineDeadError"), (True, NO_HANDLER)
+"""answers to a probe"""
+_LOADS = 2.0
+"""s between two loads that agents tell"""
 
 
 def agent_of(node: str) -> Life:
@@ -44,6 +52,11 @@ class Trace:
         self.silent: set[Life] = set()
         self.still: set[Life] = set()
         self.waiting: dict[Life, ReplicaId] = {}
+        self.loads: dict[Life, tuple[float, float | None, float | None]] = {}
+        """what agents tell, each while it is not silent"""
+        self.answers: dict[Life, tuple[bool, str] | None] | None = None
+        """None: nobody asks; of who is asked and has none, ``WORKS``"""
+        self.asked: list[tuple[float, Life]] = []
 
     def node(self, name: str, *lives: Life, phase: str = "generate") -> Trace:
         """A node with its agent and replicas, all joined and in ``phase``."""
@@ -69,11 +82,24 @@ class Trace:
             for seen in list(self.watch.replicas.values()):
                 if seen.life not in self.silent:
                     self._beat(seen)
+            if self.answers is not None:
+                self._ask(self.answers)
+
+    def _ask(self, answers: dict[Life, tuple[bool, str] | None]) -> None:
+        for life in to_probe(self.watch, self.limits, self.now):
+            self.watch.asked(life, self.now)
+            self.asked.append((self.now, life))
+            if life not in self.silent and (answer := answers.get(life, WORKS)) is not None:
+                self.watch.answered(life, *answer, self.now)
 
     def _beat(self, seen: ReplicaSighting) -> None:
         life = seen.life
         if role_of(life.replica) == AGENT:
             self.watch.agent_heard(seen.node, life, self.now)
+            if self.now % _LOADS == 0.0:
+                for one in self.watch.on(seen.node):
+                    if (load := self.loads.get(one)) is not None:
+                        self.watch.load(one, load[0], load[1], self.now, load[2])
         elif seen.status == "joined" and not seen.ended:
             assert seen.phase is not None
             if self.limits.phase(seen.phase).progresses and life not in self.still:

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -50,6 +51,13 @@ def _commands(page: Path, program: str) -> Iterator[list[str]]:
             yield shlex.split(re.split(r"\s+[#|;─◄►]", match[1])[0])
 
 
+def _meant(group: Any, arguments: list[str]) -> Any:
+    """The command, or in a group of its own (``rrl health report``) that one of it."""
+    command = group.commands[arguments[0]]
+    inner = getattr(command, "commands", None)
+    return command if not inner or len(arguments) == 1 else _meant(command, arguments[1:])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_every_command_and_flag_that_a_page_names_exists(page: Path) -> None:
     group = typer.main.get_group(app)
@@ -57,7 +65,7 @@ def test_every_command_and_flag_that_a_page_names_exists(page: Path) -> None:
         flags = {option for one in group.params for option in one.opts} | {"--help"}
         if not arguments[0].startswith("-"):
             assert arguments[0] in group.commands, f"{_id(page)}: rrl {' '.join(arguments)}"
-            command = group.commands[arguments[0]]
+            command = _meant(group, arguments)
             flags = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help"}
         assert not [word for word in arguments if word.startswith("-") and word not in flags], f"{page}: {arguments}"
 

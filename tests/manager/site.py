@@ -35,7 +35,19 @@ from rrl.spec.jobview import JobView
 from rrl.spec.launch import ExitRecord, read_launch
 from rrl.spec.phases import STANDBY
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, Version, index_of, rank_of, role_of
+from rrl.spec.words import (
+    AGENT,
+    SHADOW,
+    Finding,
+    Life,
+    NodeName,
+    Outcome,
+    ReplicaId,
+    Version,
+    index_of,
+    rank_of,
+    role_of,
+)  # fmt: skip
 from rrl.tests.manager import virtual
 from rrl.transport import messages as msg
 from rrl.transport.control import Address, Incoming
@@ -98,6 +110,8 @@ class Site:
         """given back one by one"""
         self.clock_jump = 0.0
         """s by which the host's clock is wrong from now on"""
+        self.ill: dict[NodeName, tuple[Finding, ...]] = {}
+        """what agents find on their nodes"""
         self.meanwhile: Callable[[], None] = lambda: None
         """what happens while there is no manager"""
         self.gap = 1.0
@@ -254,6 +268,14 @@ class Site:
         busy = {actor.node for actor in self.actors.values() if actor.role not in (AGENT, SHADOW)}
         return next(node for held in self.allocations.values() for node in held if node not in busy)
 
+    def finds(self, *findings: Finding) -> None:
+        """These agents find this from now on, and say so."""
+        for finding in findings:
+            assert finding.node is not None
+            self.ill[finding.node] = (*self.ill.get(finding.node, ()), finding)
+            for actor in [one for one in self.actors.values() if one.node == finding.node and one.role == AGENT]:
+                actor.finds(finding)
+
     def crash(self, node: NodeName) -> None:
         self.dead_nodes.add(node)
         for actor in [actor for actor in self.actors.values() if actor.node == node]:
@@ -371,12 +393,17 @@ class Actor:
 
     def _greet(self) -> None:
         if self.role == AGENT:
-            self._say(msg.AgentHello(self.life, self.tag, self.node, self.node, 2, "boot"))
+            ill, now = self.site.ill.get(self.node, ()), virtual.Clock.monotonic()
+            self._say(msg.AgentHello(self.life, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now))
             return
         holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
         committed = self.site.committed if self.role == "trainer" else None
         phase = _PHASE.get(self.role, "serve")
         self._say(msg.Hello(self.life, self.tag, self.node, self.node, 2, phase, None, None, holds, committed))
+
+    def finds(self, finding: Finding) -> None:
+        if self.working:
+            self._say(msg.Found(finding, self.life, self.node, virtual.Clock.monotonic()))
 
     def _beat(self) -> None:
         self.done += 1

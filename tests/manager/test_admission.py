@@ -71,7 +71,7 @@ def test_what_an_agent_says_of_its_node_is_recorded(tmp_path: Path) -> None:
     hearing = Hearing(tmp_path, *LAUNCHED, launched)
     rdma, keeps = ("mlx5_0",), "tcp://10.0.0.1:5"
     hearing.hear(AgentHello(agent, tag_of(RUN, agent), N1, "host", 9, "boot", "no torch", 65536, 1024, rdma, keeps))
-    joined, warned = hearing.events
+    warned, joined = hearing.events
     assert joined == ev.AgentJoined(agent, N1, "host", 9, "no torch", keeps)
     assert isinstance(warned, ev.FindingChanged)
     assert (warned.finding.detector, warned.finding.verdict) == ("memlock", Verdict.WARN)

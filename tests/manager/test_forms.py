@@ -505,7 +505,12 @@ def test_a_component_whose_walltime_ends_is_left_by_all_before_it_is_given_back(
 
 def test_who_needs_a_node_is_rather_given_one_whose_allocation_lasts() -> None:
     world = World(in_parts(terms={"trainer": 4 * HOUR}), nodes=9).steady()
-    world.play(lambda: allocation_is_running(world, f"{RUN}.trainer-1"), at_most=4 * HOUR)
+
+    def both() -> bool:
+        """The new one is there, and its agent has said that it is well."""
+        return len(Rooms(world.state, world.now).spots("trainer")) > 1
+
+    world.play(both, at_most=4 * HOUR)
     spots = Rooms(world.state, world.now).spots("trainer")
     assert [(spot.allocation, spot.ageing) for spot in spots] == [(f"{RUN}.trainer-1", False), (TRAIN, True)]
 

@@ -255,6 +255,18 @@ def test_what_the_same_process_said_on_its_last_connection_still_counts(hearing:
     assert len(hearing.events) == before
 
 
+def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing: Hearing) -> None:
+    heard: list[Any] = []
+    hearing.ear.answered = heard.append
+    hearing.hear(WANTED, HELLO)
+    hearing.events.clear()
+    mine = msg.Probed(R1, 7, True, "a token")
+    hearing.hear(msg.Probed(R1, 7, True, "said by a stranger"), peer=b"stranger")
+    hearing.hear(msg.Probed(R2, 7, True, "of nobody who is believed"))
+    hearing.hear(mine)
+    assert (heard, hearing.events) == ([mine], [])
+
+
 def test_a_command_may_go_on_with_another_worker_after_the_first_one_said_goodbye(hearing: Hearing) -> None:
     hearing.hear(WANTED, HELLO, msg.Goodbye(R1))
     (welcome,) = hearing.hear(msgspec.structs.replace(HELLO, pid=43), peer=b"second")

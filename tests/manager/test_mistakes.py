@@ -9,6 +9,7 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Rung
 from rrl.manager.state import NEVER_APPEARED, Status, workers
 from rrl.spec.jobview import EnvView, JobView, Recovery
+from rrl.spec.launch import NO_ROOM
 from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests
@@ -37,6 +38,13 @@ def test_a_command_that_is_not_there_ends_the_run_at_its_second_try_where_there_
     assert tries(world, "trainer") == 2
     assert world.now < 1010.0
     assert_nothing_is_left(world, Outcome.REJECTED)
+
+
+def test_who_finds_no_room_in_the_gpus_of_two_nodes_goes_on_to_a_third() -> None:
+    world = World(job(spares=2, recovery=Recovery(first_start=9, per_node=1)))
+    world.broken_nodes[N2] = world.broken_nodes[N5] = f"{NO_ROOM}3072 MiB of GPU 0 are still in use by process 7"
+    world.steady()
+    assert (world.node_of(TRAINER), world.state.verdict) == (N6, None)
 
 
 def test_it_is_tried_on_another_node_where_there_is_one_before_the_run_ends_with_the_nodes_words() -> None:

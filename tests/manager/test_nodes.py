@@ -9,9 +9,10 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Drain, Exclude, Fence, Launch, Outside, Readmit, Release, Request, Shrink, Undrain
 from rrl.manager.cluster import AllocationSeen, AllocationState, NodeSeen, NodeState
 from rrl.manager.ledger import account
+from rrl.manager.planner.rooms import Rooms
 from rrl.manager.state import Status, workers
-from rrl.spec.jobview import EnvView, JobView, Recovery
-from rrl.spec.words import AGENT, Cause, Evidence, Finding, NodeName, Remedy, Verdict, replica_id, role_of
+from rrl.spec.jobview import EnvView, HealthView, JobView, Recovery
+from rrl.spec.words import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job
 from rrl.tests.manager.world import World, found, lost
 
@@ -65,9 +66,12 @@ class Nodes(World):
             self.happen(ev.NodeChanged(node, UP))
         return self
 
-    def condemn(self, node: NodeName, cause: Cause, proof: bool = True, verdict: Verdict = Verdict.FAIL) -> None:
+    def condemn(
+        self, node: NodeName, cause: Cause, proof: bool = True, verdict: Verdict = Verdict.FAIL,
+        remedy: Remedy = Remedy.DRAIN, part: str = "",
+    ) -> None:  # fmt: skip
         evidence = (Evidence("agent", "Xid 79, GPU 3 has fallen off the bus", self.now),)
-        finding = Finding("xid", verdict, cause, Remedy.DRAIN, self.now, evidence, node=node, proof=proof)
+        finding = Finding("xid", verdict, cause, remedy, self.now, evidence, node=node, proof=proof, part=part)
         self.happen(ev.FindingChanged(finding))
 
     def order(self, command: str, node: NodeName, reason: str = "") -> None:
@@ -97,11 +101,135 @@ def test_a_node_with_a_hardware_fault_is_drained_once_and_its_reason_says_whose_
 
 
 @pytest.mark.parametrize("cause", [Cause.PROCESS, Cause.SOFTWARE, Cause.HANG, Cause.USER])
-def test_what_a_process_did_drains_no_node(cause: Cause) -> None:
+def test_what_a_process_did_neither_drains_nor_excludes_a_node(cause: Cause) -> None:
     w = world()
     w.condemn(w.node_of(R0), cause)
-    w.play(w.works).wait(30.0)
-    assert w.tags(Exclude, Drain) == [f"{w.decided(Exclude)[0].node}!exclude"]
+    w.wait(30.0)
+    assert not w.tags(Exclude, Drain, Fence)
+
+
+@pytest.mark.parametrize("remedy", [Remedy.NONE, Remedy.RESTART])
+def test_a_finding_with_which_a_node_goes_on_leaves_it_in_use(remedy: Remedy) -> None:
+    w = world()
+    w.condemn(w.node_of(R0), Cause.GPU, remedy=remedy)
+    w.wait(30.0)
+    assert not w.tags(Exclude, Drain, Fence)
+
+
+@pytest.mark.parametrize("remedy", [Remedy.RESET_GPU, Remedy.REBOOT, Remedy.DRAIN, Remedy.SUPPORT, Remedy.EXCLUDE])
+@pytest.mark.parametrize("cause", [Cause.GPU, Cause.FABRIC, Cause.STORAGE, Cause.NODE])
+def test_whatever_its_hardware_needs_the_node_is_left_and_drained_and_its_role_alone_moves(
+    cause: Cause, remedy: Remedy
+) -> None:
+    w = world()
+    node, before = w.node_of(R0), w.incarnations()
+    w.condemn(node, cause, remedy=remedy)
+    w.play(w.works)
+    assert w.tags(Exclude, Drain) == [f"{node}!exclude", f"{node}!drain"]
+    assert w.node_of(R0) != node
+    assert w.incarnations() == before | {R0: before[R0] + 1}
+
+
+def test_two_gpus_of_one_node_are_two_findings_and_one_that_is_well_again_clears_only_its_own() -> None:
+    w = world()
+    node = w.node_of(R0)
+    for part in ("GPU-1", "GPU-2"):
+        w.condemn(node, Cause.GPU, verdict=Verdict.WARN, part=part)
+    w.condemn(node, Cause.GPU, verdict=Verdict.OK, part="GPU-1")
+    assert [one.part for one in w.state.findings.values()] == ["GPU-2"]
+
+
+# ── suspects and stragglers ──────────────────────────────────────────────────────────────────────────────────────────
+def test_a_suspect_keeps_whom_it_has_and_gets_nobody_new_while_there_is_a_better_node() -> None:
+    w = world(spares=2)
+    here, before = w.node_of(R0), w.incarnations()
+    spares = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})
+    w.condemn(here, Cause.GPU, verdict=Verdict.WARN)
+    w.condemn(spares[0], Cause.GPU, verdict=Verdict.WARN)
+    w.wait(30.0)
+    assert w.incarnations() == before
+    w.happen(lost(w.node_of(R1), w.now))
+    w.play(w.works)
+    assert w.node_of(R1) == spares[1], "the first spare is a suspect"
+
+
+def test_a_suspect_is_better_than_no_node() -> None:
+    w = world(spares=1, nodes=5)
+    spare = next(iter(set(w.state.nodes) - {one.node for one in workers(w.state)}))
+    w.condemn(spare, Cause.GPU, verdict=Verdict.WARN)
+    w.happen(lost(w.node_of(R1), w.now))
+    w.play(w.works)
+    assert w.node_of(R1) == spare
+
+
+def slow(w: Nodes, replica: ReplicaId = R0, planned: bool = True) -> None:
+    evidence = (Evidence("worker", "half the tokens of its peers", w.now),)
+    finding = Finding(
+        "straggler", Verdict.WARN, Cause.NODE, Remedy.EXCLUDE, w.now, evidence, life=w.state.replica(replica).life
+    )
+    (w.happen if planned else w.record)(ev.FindingChanged(finding))
+
+
+@pytest.mark.parametrize(("wish", "spares"), [("exclude", 1), ("exclude", 0), ("report", 1)])
+def test_the_node_of_a_straggler_is_left_for_a_spare_only_where_the_job_says_so_and_there_is_one(
+    wish: str, spares: int
+) -> None:
+    told = job(spares=spares, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
+    w = Nodes(msgspec.structs.replace(told, health=HealthView(stragglers=wish)), 8)
+    w.steady()
+    w.all_up()
+    node, before = w.node_of(R0), w.incarnations()
+    slow(w)
+    w.play(at_most=60.0)
+    moves = wish == "exclude" and spares > 0
+    assert (w.node_of(R0) != node) == moves
+    assert w.incarnations() == (before | {R0: before[R0] + 1} if moves else before)
+    assert not w.tags(Drain), "it works, if slowly"
+    assert w.works()
+
+
+def test_of_two_stragglers_one_leaves_its_node_where_there_is_one_spare() -> None:
+    told = job(spares=1, steps=1000, recovery=Recovery(backoff=0.0, breaker=1.0))
+    w = Nodes(msgspec.structs.replace(told, health=HealthView(stragglers="exclude")), 5)
+    w.steady()
+    w.all_up()
+    slow(w, planned=False)
+    slow(w, R1)
+    w.play(at_most=60.0)
+    assert len(w.tags(Exclude)) == 1
+    assert w.works()
+
+
+# ── the brake ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_while_much_of_the_run_is_down_nothing_else_is_condemned() -> None:
+    w = world(spares=4)
+    down = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)})[:3]
+    for node in down:
+        w.happen(ev.NodeChanged(node, NodeSeen(NodeState.DOWN, "DOWN")))
+    w.condemn(w.node_of(R0), Cause.GPU)
+    w.wait(5.0)
+    assert not w.tags(Exclude)
+    for node in down[1:]:
+        w.happen(ev.NodeChanged(node, UP))
+    w.play(w.works)
+    assert w.decided(Exclude)[0].cause is Cause.GPU
+
+
+def test_a_node_that_is_proved_to_be_broken_gets_nobody_new_while_the_brake_keeps_it_in_use() -> None:
+    w = Nodes(job(spares=2, steps=1000, recovery=Recovery(backoff=0.0)), 8)
+    w.steady()
+    w.all_up()
+    spares, before = sorted(set(w.state.nodes) - {one.node for one in workers(w.state)}), w.incarnations()
+    for node in spares:
+        w.condemn(node, Cause.GPU)
+    assert w.tags(Exclude) == [f"{spares[0]}!exclude"]
+    w.kill(R0)
+    w.play(w.works)
+    w.kill(R1)
+    w.play(w.works)
+    assert w.incarnations() == before | {R0: 2, R1: 2}
+    assert spares[1] not in {one.node for one in workers(w.state)}
+    assert Rooms(w.state, w.now).spot(spares[1]) is None
 
 
 def test_nothing_is_drained_where_the_job_says_so_or_where_there_is_no_slurm() -> None:
@@ -165,10 +293,10 @@ def test_a_node_lost_without_proof_is_given_back_only_when_everybody_works_again
 
 
 def test_nodes_of_one_allocation_are_given_back_one_after_the_other() -> None:
-    w = world(spares=4, may=False)
+    w = world(spares=4, drain=False)
     w.unheard = True
-    w.condemn(w.node_of(R0), Cause.PROCESS)
-    w.condemn(w.node_of(R1), Cause.PROCESS)
+    w.condemn(w.node_of(R0), Cause.GPU)
+    w.condemn(w.node_of(R1), Cause.GPU)
     w.play(w.works).wait(60.0)
     (first,) = w.tags(Shrink)
     w.happen(ev.Done(first, True))
@@ -565,3 +693,40 @@ def test_a_run_ends_only_when_it_is_known_what_became_of_a_drain() -> None:
     assert not w.over
     w.happen(ev.Done(f"{node}!drain", True))
     assert w.over
+
+
+# ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_no_role_is_placed_on_a_node_before_its_agent_has_said_how_it_is() -> None:
+    w = Nodes(job(spares=1, steps=1000), 8)
+    w.broken_lives = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in (1, 2)}
+    w.play(w.works)
+    assert w.works()
+    assert not {NodeName("n1"), NodeName("n2")} & {one.node for one in workers(w.state)}
+
+
+@pytest.mark.parametrize(("cluster", "admission"), [("local", True), ("slurm", False)])
+def test_where_nothing_is_looked_at_roles_wait_for_no_agent(cluster: str, admission: bool) -> None:
+    told = msgspec.structs.replace(job(spares=0, steps=1000), health=HealthView(admission=admission))
+    w = Nodes(told, 4)
+    w._state = msgspec.structs.replace(w.state, job=msgspec.structs.replace(w.state.job, cluster=cluster))
+    w.broken_lives = {replica_id(AGENT, NodeName(f"n{i}")): "cannot be started" for i in range(1, 5)}
+    w.play(w.works)
+    assert w.works()
+
+
+def test_a_node_that_is_broken_when_it_joins_is_never_used_not_even_for_a_moment() -> None:
+    class Broken(Nodes):
+        def record(self, event: ev.Event) -> None:
+            if isinstance(event, ev.AgentJoined) and event.node == "n1":
+                evidence = (Evidence("nvml", "uncorrectable ECC errors", self.now),)
+                super().record(ev.FindingChanged(Finding(
+                    "gpu_ecc_uncorrected", Verdict.FAIL, Cause.GPU, Remedy.RESET_GPU, self.now, evidence,
+                    node=event.node, proof=True,
+                )))  # fmt: skip
+            super().record(event)
+
+    w = Broken(job(spares=1, steps=1000), 8)
+    w.play(w.works)
+    launched = {one.node for one in w.decided(Launch) if role_of(one.life.replica) != AGENT}
+    assert NodeName("n1") not in launched
+    assert [one.node for one in w.decided(Exclude)] == ["n1"]

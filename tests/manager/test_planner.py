@@ -486,7 +486,9 @@ def test_replacements_refused_thrice_end_the_run_where_the_role_cannot() -> None
     world.lose_node(N2)
     world.play()
     (end,) = world.decided(Finish)
-    assert end.why.evidence == (*[world.refuse] * 3, "trainer/0 has no node")
+    assert len(requests(world)) == 1 + REFUSALS
+    left = f"{N2} is excluded: {world.state.nodes[N2].excluded}"
+    assert end.why.evidence == (world.refuse, "trainer/0 has no node", left)
     assert_nothing_is_left(world, Outcome.FAILED)
 
 

@@ -569,6 +569,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.Ordered: st.builds(ev.Ordered, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
     ev.Resumed: st.builds(ev.Resumed, st.just("me"), st.sampled_from(["c1", "c2"]), st.just(JOB)),
     ev.TokensSeen: st.builds(ev.TokensSeen, st.integers(0, 9), st.booleans()),
+    ev.StacksTaken: st.builds(ev.StacksTaken, _lives, st.just(("a line",)), st.tuples(_lives), st.just("stacks/x.txt")),
     ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
 }  # fmt: skip
 EVENTS = st.one_of(*_BY_TYPE.values())

@@ -132,3 +132,21 @@ def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.Mo
     first, read[:] = len(read), []
     census.take()
     assert len(read) < first
+
+
+def test_old_ones_of_ours_are_not_read_again_and_leave_the_census_when_they_end(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from rrl.roles import processes as module
+
+    child = subprocess.Popen(["sleep", "1000"], env={LAUNCH_ENV: f"{tmp_path}/a.launch"}, start_new_session=True)
+    started.append(child)
+    monkeypatch.setattr(module, "_YOUNG", 0.0)
+    census = module.Census(str(tmp_path))
+    until(lambda: [process.pid for process in census.take()] == [child.pid])
+    (before,) = census.take()
+    monkeypatch.setattr(module, "marks", None)
+    assert census._process(child.pid, before) == before
+    child.kill()
+    child.wait()
+    assert census._process(child.pid, before) is None

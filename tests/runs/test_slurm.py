@@ -82,7 +82,7 @@ def test_a_killed_slurmstepd_takes_its_role_along_and_only_that_replica_comes_ba
 
 
 def test_a_crashed_node_is_excluded_and_its_rollout_moves_to_the_spare(slurm_lab: SlurmLab) -> None:
-    run = submit_on(slurm_lab, "crash", light_job("slurm", 60, spares=1))
+    run = submit_on(slurm_lab, "crash", light_job("slurm", 100, spares=1))
     before = lives(run.wait_steps(3))
     node = before[VICTIM][2]
     assert node is not None

@@ -87,6 +87,10 @@ class _Worker:
         self.loaded_in: list[str] = []
         self.new: list[Version] = [FIRST]
         self._waiting, self._lost = waiting, lost
+        self.probe: Callable[[], object] = lambda: "nobody answers"
+
+    def on_probe(self, handler: Callable[[], object]) -> None:
+        self.probe = handler
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -154,6 +158,20 @@ def test_a_rollout_asked_to_stop_hands_over_what_was_made_and_works_no_more() ->
     _roll(me, engine)
     assert engine.did.count("step") == 3
     assert me.appended == [(2, [], "generate"), (1, [], "between")]
+
+
+def test_a_probe_makes_the_engine_work_once_it_has_weights() -> None:
+    me, said = _Worker(_items(2)), []
+    me.new = []
+
+    def ask(_: int) -> None:
+        said.append(me.probe())
+        me.new.append(FIRST)
+
+    engine = _Engine(1, on_step=ask)
+    _roll(me, engine)
+    assert said == ["it has no weights yet", "the engine made a token"]
+    assert engine.did == ["step", "v0.1", "probe", "probe", "step", "v0.1", "probe"]
 
 
 def test_an_engine_that_fails_ends_the_rollout() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from rrl.roles.probes import Probes
 from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
@@ -59,7 +61,7 @@ from rrl.tests.roles.trajectories.crew import (
 from rrl.tests.roles.trajectories.store_process import StoreProcess
 from rrl.transport.control import Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Peer, Peers
+from rrl.transport.messages import Peer, Peers, Probe, Probed
 from rrl.transport.wire import Bounds
 
 DEADLINE = 60.0
@@ -575,3 +577,25 @@ def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Pat
 
     _serve(tmp_path, play, served.append)
     assert sum(served) == 3
+
+
+def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path) -> None:
+    async def story() -> None:
+        answers: list[Probed] = []
+        probes, stopping, announced = Probes(answers.append), threading.Event(), asyncio.Event()
+        me = SimpleNamespace(
+            launch=SimpleNamespace(life=life("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1", peers=None,
+            stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
+            announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
+        )  # fmt: skip
+        serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path)))
+        async with asyncio.timeout(DEADLINE):
+            await announced.wait()
+            probes.asked(Probe(me.launch.life, 3), me.launch.life)
+            while not answers:
+                await asyncio.sleep(0.01)
+            stopping.set()
+            await serving
+        assert answers == [Probed(me.launch.life, 3, True, "its loop goes round")]
+
+    asyncio.run(story())

@@ -1,0 +1,41 @@
+"""Scenario after scenario, seed after seed, on all cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from msgspec import Struct
+
+from rrl.tests.lab.scenarios.format import Scenario
+from rrl.tests.lab.scenarios.load import load_all
+from rrl.tests.lab.scenarios.methods import judge_of
+from rrl.tests.lab.scenarios.play import Played, play
+
+_loaded: dict[str, Scenario] = {}
+"""of this worker process"""
+
+
+class Run(Struct, frozen=True):
+    scenario: str
+    seed: int
+    method: str
+    factor: float = 1.0
+
+
+def played(folder: Path, runs: Iterable[Run]) -> dict[Run, Played]:
+    """Raises whatever a judge raises, and ScenarioError."""
+    todo: Sequence[Run] = list(runs)
+    with ProcessPoolExecutor(os.cpu_count(), initializer=_load, initargs=(folder,)) as pool:
+        return dict(zip(todo, pool.map(_play, todo, chunksize=8), strict=True))
+
+
+def _load(folder: Path) -> None:
+    _loaded.update(load_all(folder))
+
+
+def _play(run: Run) -> Played:
+    scenario = _loaded[run.scenario]
+    return play(run.scenario, scenario, run.seed, judge_of(run.method, scenario, run.factor))

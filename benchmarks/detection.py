@@ -1,0 +1,159 @@
+"""How well failures are told from silence: scripted scenarios in virtual time, rrl's detectors against two baselines.
+
+``python detection.py [--scenarios DIR] [--seeds K] [--first-seed N] [--curve/--no-curve] [--only GLOB] [--json]``. The
+scenarios are files (docs/scenarios.md); yours run like ours. Prints who was found, missed and wrongly accused, delays
+by role and cause, and what is to be debugged with scenario and seed; the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rrl.benchmarks._detection_curve import FACTORS, Matched, Point, matched, point
+from rrl.benchmarks._detection_runs import Run, played
+from rrl.benchmarks._table import print_table
+from rrl.tests.lab.scenarios.format import Scenario
+from rrl.tests.lab.scenarios.load import ScenarioError, load_all
+from rrl.tests.lab.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL
+from rrl.tests.lab.scenarios.play import Played
+from rrl.tests.lab.scenarios.score import compared, confusion, delays, quantile, score
+
+SHIPPED = Path(__file__).parent.parent / "tests" / "scenarios"
+CURVE_SEEDS = 2
+"""of the curve: it plays everything some fifteen times"""
+_SHOWN = 400
+"""mistakes of rrl's own that are listed"""
+
+
+def main(
+    scenarios: Annotated[Path, typer.Option(help="folder of scenario files")] = SHIPPED,
+    seeds: Annotated[int, typer.Option(min=1, help="plays of each scenario")] = 5,
+    first_seed: Annotated[int, typer.Option(min=0, help="the first of them")] = 0,
+    curve: Annotated[bool, typer.Option(help="compare delays at one rate of false alarms, not only by default")] = True,
+    only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
+    json_only: Annotated[bool, typer.Option("--json", help="only the JSON line")] = False,
+) -> None:
+    try:
+        chosen = {name: each for name, each in load_all(scenarios).items() if fnmatchcase(name, only)}
+    except ScenarioError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from None
+    if not chosen:
+        typer.echo(f"{scenarios}: no scenario is called {only}", err=True)
+        raise typer.Exit(2)
+    numbers = range(first_seed, first_seed + seeds)
+    plays = _plays(scenarios, chosen, numbers)
+    points, match = _curve(scenarios, chosen, numbers[:CURVE_SEEDS], plays) if curve else _no_curve(plays)
+    if not json_only:
+        _tell(plays, points)
+    print(json.dumps(_result(chosen, plays, points, match, curve)))
+
+
+def _plays(folder: Path, chosen: Mapping[str, Scenario], seeds: range) -> dict[str, list[Played]]:
+    runs = [Run(name, seed, method) for name in chosen for seed in seeds for method in METHODS]
+    done = played(folder, runs)
+    return {method: [done[run] for run in runs if run.method == method] for method in METHODS}
+
+
+def _curve(
+    folder: Path, chosen: Mapping[str, Scenario], seeds: range, plays: Mapping[str, Sequence[Played]]
+) -> tuple[list[Point], Matched]:
+    runs = [Run(name, seed, method, factor) for method, factors in FACTORS.items() for factor in factors
+            if factor != 1.0 for name in chosen for seed in seeds]  # fmt: skip
+    by: dict[tuple[str, float], list[Played]] = {}
+    for run, play in played(folder, runs).items():
+        by.setdefault((run.method, run.factor), []).append(play)
+    for method in METHODS:
+        by[method, 1.0] = [play for play in plays[method] if play.seed in seeds]
+    points = [point(method, factor, by[method, factor]) for method, factor in sorted(by)]
+    return points, matched({factor: each for (name, factor), each in by.items() if name == OURS}, by[ROBUSTRL, 1.0])
+
+
+def _no_curve(plays: Mapping[str, Sequence[Played]]) -> tuple[list[Point], Matched]:
+    return [], matched({1.0: plays[OURS]}, plays[ROBUSTRL])
+
+
+def _result(
+    chosen: Mapping[str, Scenario], plays: Mapping[str, Sequence[Played]], points: Sequence[Point], match: Matched,
+    curve: bool,
+) -> dict[str, Any]:  # fmt: skip
+    counts = {method: score(each) for method, each in plays.items()}
+    told: dict[str, Any] = {
+        "scenarios": len(chosen), "runs": counts[OURS].runs,
+        "precision": round(counts[OURS].precision, 4), "recall": round(counts[OURS].recall, 4),
+        "hang_delay_over_robustrl": None if match.ratio is None else round(match.ratio, 4),
+        **{method: {"precision": round(counts[method].precision, 4), "recall": round(counts[method].recall, 4)}
+           for method in (FIXED, ROBUSTRL)},
+        "hang_delay_over_robustrl_as_published": compared(plays[OURS], plays[ROBUSTRL])["median"],
+        "hang_delays_as_published": compared(plays[OURS], plays[ROBUSTRL]),
+        "broken": sorted({play.scenario for play in plays[OURS] if play.broken}),
+    }  # fmt: skip
+    if curve:
+        told["matched"] = {"factor": round(match.factor, 3), "reached": match.reached}
+        told["curve"] = [
+            {"method": one.method, "factor": one.factor, "precision": round(one.precision, 4),
+             "recall": round(one.recall, 4), "false_per_run": round(one.false, 4), "hang_delay": one.delay}
+            for one in points
+        ]  # fmt: skip
+    return told
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def _tell(plays: Mapping[str, Sequence[Played]], points: Sequence[Point]) -> None:
+    rows = []
+    for method, each in plays.items():
+        one = score(each)
+        counted = (one.runs, one.found, one.late, one.missed, one.false)
+        rows.append([method, *map(str, counted), f"{one.precision:.4f}", f"{one.recall:.4f}"])
+    print_table(["method", "runs", "found", "late", "missed", "false", "precision", "recall"], rows)
+    for method, each in plays.items():
+        print(f"\n{method}: true cause (down) and what it was called")
+        _tell_confusion(each)
+    print("\ndelay from the failure to the first alarm, s: median / p95 (found)")
+    kinds = sorted({kind for each in plays.values() for kind in delays(each)})
+    by = {method: delays(each) for method, each in plays.items()}
+    print_table(["role, cause", *plays], [[f"{role}, {cause}", *(_spread(by[method].get((role, cause), []))
+                                           for method in plays)] for role, cause in kinds])  # fmt: skip
+    if points:
+        print("\nbounds multiplied by a factor")
+        print_table(["method", "factor", "precision", "recall", "false/run", "hang delay, s"], [
+            [one.method, f"{one.factor:g}", f"{one.precision:.4f}", f"{one.recall:.4f}", f"{one.false:.3f}",
+             "" if one.delay is None else f"{one.delay:.0f}"] for one in points
+        ])  # fmt: skip
+    _tell_mistakes(plays[OURS])
+
+
+def _tell_confusion(plays: Sequence[Played]) -> None:
+    counts = confusion(plays)
+    true, called = sorted({one for one, _ in counts}), sorted({one for _, one in counts})
+    print_table(["", *called], [[one, *(str(counts[one, other] or "") for other in called)] for one in true])
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{quantile(values, 0.5):.0f} / {quantile(values, 0.95):.0f} ({len(values)})" if values else ""
+
+
+def _tell_mistakes(plays: Sequence[Played]) -> None:
+    lines = []
+    for play in plays:
+        at = f"{play.scenario} seed {play.seed}"
+        lines += [f"{at}: {play.broken}"] if play.broken else []
+        for one in play.outcomes:
+            if not one.in_time:
+                late = "never" if one.found_at is None else f"after {one.found_at - one.since:.0f} s by {one.detector}"
+                lines.append(f"{at}: missed {one.who} ({one.cause}) since {one.since:.0f} s; found {late}")
+        for alarm in play.false:
+            lines.append(f"{at}: false alarm at {alarm.at:.0f} s about {alarm.who}: {alarm.detector}: {alarm.text}")
+    print(f"\nmistakes of ours: {len(lines)}")
+    for line in lines[:_SHOWN]:
+        print(f"  {line}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,136 @@
+"""Drains of nodes as the cluster has them now, and those that an administrator has rrl make. Blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Iterable
+from datetime import datetime
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+from rrl.health.report_nodes import OURS
+from rrl.health.report_values import DrainState
+from rrl.manager.cluster import NodeState, Refused, Unanswered
+from rrl.manager.cluster import slurm_text as text
+from rrl.manager.cluster.slurm_commands import Ended, SlurmLimits, execute
+from rrl.manager.cluster.slurm_nodes import SlurmNodes
+from rrl.spec.words import NodeName
+
+AT_ONCE = 500
+"""nodes that a question names; of more, all are asked for"""
+MOST = 0.1
+"""at most max(1, this share) of the cluster's nodes are drained by one command: requests can be wrong, all alike"""
+MOST_AWAY = 0.25
+"""none while more than this share of them is down or drained (docs/sources.md, guard rails)"""
+_LIMITS = SlurmLimits()
+
+
+class NotAsked(Exception):
+    """The cluster could not be asked; the text says why."""
+
+
+def look(nodes: Iterable[str]) -> dict[str, DrainState]:
+    """Of those that Slurm knows. Raises NotAsked."""
+    return asyncio.run(_look(sorted(nodes)))
+
+
+def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
+    """Drain each node with its reason: node, whether it is drained for it now, and what came of it. Raises NotAsked."""
+    return asyncio.run(_drain(list(wanted)))
+
+
+async def _look(nodes: list[str]) -> dict[str, DrainState]:
+    wanted = set(nodes)
+    asked = (_folded(nodes),) if len(nodes) <= AT_ONCE else ()  # else for all: one question, whoever is named
+    ended = await _read(("scontrol", "show", "node", "-o", *asked))
+    if ended.code and "NodeName=" not in ended.out and "not found" not in ended.out:
+        raise NotAsked(f"scontrol: {_said(ended)}")
+    named = ((re.match(r"NodeName=(\S+) ", line), line) for line in ended.out.splitlines())
+    return {of[1]: _state(text.read_mark(line), line) for of, line in named if of is not None and of[1] in wanted}
+
+
+def _state(mark: text.NodeMark, line: str) -> DrainState:
+    whose = ("rrl" if mark.reason.startswith(OURS) else "foreign") if mark.draining else ""
+    reason, by = (mark.reason, mark.by) if mark.draining or mark.taken else ("", "")
+    return DrainState(mark.state, mark.draining, whose, reason, by, _booted(line))
+
+
+def _booted(line: str) -> float:
+    """``BootTime=2026-11-22T01:00:00``, in the time zone of this machine; ``None`` of one that was never there."""
+    match = re.search(r" BootTime=(\S+)", line)
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return datetime.fromisoformat(match[1]).timestamp() if match is not None else 0.0
+    return 0.0
+
+
+async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
+    states = await _all()
+    away = sum(map(_away, states.values()))
+    most = max(1, int(MOST * len(states)))
+    nodes = SlurmNodes(_read, _write)
+    outcomes: list[tuple[str, bool, str]] = []
+    done = 0
+    for node, reason in wanted:
+        if node not in states:
+            outcomes.append((node, False, "not known to Slurm"))
+        elif away > MOST_AWAY * len(states):
+            told = f"{away} of {len(states)} nodes are down or drained already: paste the line if you mean it"
+            outcomes.append((node, False, told))
+        elif done >= most:
+            outcomes.append((node, False, f"{done} were drained by this command: paste the line, or call it again"))
+        else:
+            try:
+                await nodes.drain(NodeName(node), reason)
+                outcomes.append((node, True, f"drained: {reason}"))
+                done, away = done + 1, away + 1
+            except (Refused, Unanswered) as error:
+                outcomes.append((node, False, str(error)))
+    return outcomes
+
+
+def _away(state: str) -> bool:
+    """Out of service; not one that sleeps to save power, or has yet to answer."""
+    asleep = "~" in state or "power" in state.lower()
+    return not asleep and text.node_state(state) in (NodeState.DOWN, NodeState.DRAINING)
+
+
+async def _all() -> dict[str, str]:
+    ended = await _read(("sinfo", "-h", "-N", "-o", "%N %T"))
+    if ended.code:
+        raise NotAsked(f"sinfo: {_said(ended)}")
+    return dict(words for line in ended.out.splitlines() if len(words := line.split(maxsplit=1)) == 2)
+
+
+async def _read(argv: tuple[str, ...]) -> Ended:
+    return await _run(argv, _LIMITS.read)
+
+
+async def _write(argv: tuple[str, ...]) -> Ended:
+    return await _run(argv, _LIMITS.write)
+
+
+async def _run(argv: tuple[str, ...], within: float) -> Ended:
+    """Raises NotAsked where there is no Slurm, Unanswered where it does not answer."""
+    try:
+        return await execute(argv, within)
+    except Refused as error:
+        raise NotAsked(str(error)) from None
+    except Unanswered as error:
+        if argv[1] == "update":
+            raise
+        raise NotAsked(str(error)) from None
+
+
+def _folded(nodes: list[str]) -> str:
+    try:
+        return str(NodeSet(",".join(nodes), resolver=RESOLVER_NOGROUP))
+    except NodeSetException:
+        return ",".join(nodes)
+
+
+def _said(ended: Ended) -> str:
+    """Why, in one line: of several the last, before which clients of Slurm tell what they tried."""
+    lines = [line.strip() for line in ended.err.splitlines() if line.strip()]
+    return re.sub(r"^\w+: (?:fatal|error): ", "", lines[-1]) if lines else f"exit code {ended.code}"

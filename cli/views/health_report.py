@@ -1,0 +1,187 @@
+"""The health report as a table for people. Pure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rrl.cli.views.figures import folded, span
+from rrl.health.history_cache import Sources
+from rrl.health.rates import Rate
+from rrl.health.report_values import DrainState, NodeReport, Report, SiteReport
+
+COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
+BAR = 24
+"""columns"""
+
+
+def report_view(report: Report, sources: Sources, drains_unknown: str) -> RenderableType:
+    """Site, causes, nodes that something is to be said of, all others folded."""
+    shown = [one for one in report.nodes if notable(one)]
+    quiet = [one.node for one in report.nodes if not notable(one)]
+    parts: list[RenderableType] = [_site(report.site, sources)]
+    if report.site.causes:
+        parts += [Text(), _causes(report.site)]
+    if shown:
+        parts += [Text(), _table(shown, report.site.until), Text(), _details(shown)]
+    if quiet:
+        told = f"nothing stands against {_many(len(quiet), 'node')}: {folded(quiet)}"
+        parts += [Text(), Text.assemble(("OK  ", "green"), told)]
+    if drains_unknown:
+        parts += [Text(f"drains are not known: {drains_unknown}", "yellow")]
+    return Group(*parts)
+
+
+def to_paste(report: Report) -> str:
+    """Lines for a shell, which no terminal's width may break."""
+    lines = [one.scontrol for one in report.nodes if one.scontrol]
+    return "".join(f"{line}\n" for line in ["", *lines]) if lines else ""
+
+
+def whose(drain: DrainState) -> str:
+    """The drain that stands on a node, in one line."""
+    if not drain.state:
+        return "–"
+    if not drain.drained:
+        return drain.state.lower()
+    by = f" ({drain.by})" if drain.by else ""
+    return f"{'by rrl' if drain.whose == 'rrl' else 'foreign'}: {drain.reason or 'no reason'}{by}"
+
+
+def moment(at: float) -> str:
+    """UTC, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+
+
+def figure(value: float) -> str:
+    """Three digits that count: ``0.0687``, ``3.21``, ``226``, ``217,000``."""
+    if value < 0.001:
+        return f"{value:.0g}"
+    digits = 2 - math.floor(math.log10(value))
+    return f"{round(value, digits):,.{max(0, digits)}f}"
+
+
+def interval(rate: Rate, unit: str = "") -> str:
+    """``3.21 (95 %: 1.04 to 7.48)``; a bound that is not known is left open."""
+    if rate.low is None:
+        return "not known: no node was held"
+    sure = f"{100 * rate.confidence:g} %"
+    if rate.value is None:
+        return f"more than {figure(rate.low)}{unit} ({sure} sure; no failure was seen)"
+    high = "∞" if rate.high is None else figure(rate.high)
+    return f"{figure(rate.value)}{unit} ({sure}: {figure(rate.low)} to {high})"
+
+
+def notable(one: NodeReport) -> bool:
+    """There is anything to say of it."""
+    return bool(
+        one.verdict != "OK" or one.lemon.lemon or one.incidents or one.injected or one.drain.drained or one.actions
+        or one.count
+    )  # fmt: skip
+
+
+def _site(site: SiteReport, sources: Sources) -> RenderableType:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bright_black", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("window", f"{moment(site.since)} to {moment(site.until)} UTC ({span(site.until - site.since)})")
+    exposed = f"{figure(site.node_days)} node-days ({figure(site.gpu_days)} GPU-days)"
+    whom = f"{_many(site.runs, 'run')} of {_many(site.users, 'user')}"
+    facts.add_row("seen", f"{_many(site.nodes, 'node')} of {', '.join(site.clusters) or '–'} for {exposed}, by {whom}")
+    injected = f"; {site.injected} more injected on purpose" if site.injected else ""
+    others = f"{site.other_failures} of software or users{injected}"
+    facts.add_row("failures", f"{site.failures} of infrastructure, {others}")
+    facts.add_row("rate", interval(site.failures_per_1000_node_days, " per 1000 node-days"))
+    facts.add_row("MTBF", interval(site.node_hours_between_failures, " node-hours"))
+    facts.add_row("lost", f"{site.gpu_hours_lost:.1f} GPU-hours, {site.gpu_hours_lost_to_infra:.1f} of them to"
+                          " infrastructure")  # fmt: skip
+    if site.lemons:
+        facts.add_row("lemons", Text(folded(site.lemons), "red"))
+    for line in site.shared:
+        facts.add_row("shared", Text(f"{line.text}  {moment(line.at)} ({line.source})", "yellow"))
+    read = f"{_many(sources.files, 'file')}, {_many(sources.records, 'record')}"
+    doubts = [f"{_many(sources.skipped, 'line')} skipped"] * bool(sources.skipped)
+    doubts += [f"{_many(len(sources.refused), 'file')} refused"] * bool(sources.refused)
+    doubts += [f"{site.lines_lost} lines lost by runs"] * bool(site.lines_lost)
+    facts.add_row("from", Text(", ".join([read, *doubts]), "yellow" if doubts else "none"))
+    return facts
+
+
+def _causes(site: SiteReport) -> RenderableType:
+    most = max(one.failures for one in site.causes)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bright_black")
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_column(justify="right")
+    for at, one in enumerate(site.causes):
+        bar = "█" * max(1, round(BAR * one.failures / most))
+        told = f"{one.owner}: {one.cause}"
+        table.add_row("causes" if not at else "", told, str(one.failures), Text(bar, _owner_colour(one.owner)),
+                      f"{one.gpu_hours:.1f} GPU-h")  # fmt: skip
+    return table
+
+
+def _many(number: int, of: str) -> str:
+    return f"{number} {of}{'' if number == 1 else 's'}"
+
+
+def _owner_colour(owner: str) -> str:
+    return "red" if owner == "infra" else "blue"
+
+
+def _table(nodes: Sequence[NodeReport], now: float) -> RenderableType:
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
+        header_style="bright_black", border_style="bright_black",
+    )  # fmt: skip
+    for name in ("node", "verdict", "cause"):
+        table.add_column(name, no_wrap=True)
+    for name in ("last seen", "count", "fails", "GPU-h", "lemon"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in nodes:
+        last = "–" if one.last_seen is None else f"{span(now - one.last_seen)} ago"
+        table.add_row(
+            Text(one.node, "bold"), Text(one.verdict, COLOUR.get(one.verdict, "none")), one.cause or "–", last,
+            str(one.count), str(one.incidents), f"{one.gpu_hours_lost:.1f}",
+            Text(f"{one.lemon.score:.2f}", "red" if one.lemon.lemon else "none"),
+        )  # fmt: skip
+    return table
+
+
+def _details(nodes: Sequence[NodeReport]) -> RenderableType:
+    """Below the table, of each node, what to do, and what that rests on."""
+    told = Table.grid(padding=(0, 2))
+    told.add_column(no_wrap=True)
+    told.add_column(style="bright_black", no_wrap=True)
+    told.add_column(overflow="fold")
+    for one in nodes:
+        for at, (what, text) in enumerate([("to do", one.action), *rows_of(one)]):
+            told.add_row(Text(one.node if not at else "", COLOUR.get(one.verdict, "none")), what, Text(text))
+    return told
+
+
+def rows_of(one: NodeReport) -> list[tuple[str, str]]:
+    """What its verdict rests on, what was done, and whose its drain is; each with a word for it."""
+    rows = [("seen", f"{line.source}: {line.text}  {moment(line.at)}") for line in one.evidence]
+    if one.parts:
+        rows.append(("about", ", ".join(one.parts)))
+    if one.facts:
+        rows.append(("facts", ", ".join(f"{name} {value}" for name, value in sorted(one.facts.items()))))
+    if one.runs:
+        rows.append(("met by", f"{', '.join(one.runs)} of {', '.join(one.users)}"))
+    if one.also:
+        rows.append(("also", f"{folded(one.also)} within 10 min: fabric or storage?"))
+    if one.injected:
+        rows.append(("note", f"{_many(one.injected, 'failure')} injected on purpose, in no figure"))
+    rows += [("done", f"{line.text}  {moment(line.at)}") for line in one.actions]
+    if one.drain.state:
+        rows.append(("drain" if one.drain.drained else "Slurm", whose(one.drain)))
+    return rows

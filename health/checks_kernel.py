@@ -1,0 +1,97 @@
+"""Checks of the kernel log, besides Xids: disks, file systems, machine checks, network links, memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from rrl.health.looks import Bad, Check, Said, fail, warn
+from rrl.health.seen import Logged, Seen
+from rrl.spec.health_checks import Rules
+from rrl.spec.words import Cause, Remedy
+
+_LOST_WRITES = re.compile(
+    r"remount\w* .*read-only|EXT4-fs error|XFS .*(corruption|shut ?down)|BTRFS.*error|I/O error", re.I
+)
+"""a file system of the node gave up; others (NFS, Lustre) only wait, and the check of mounts sees whether they hang"""
+_GRAVE_MCE = re.compile(r"uncorrected|fatal|context corrupt|unrecoverable|panic", re.I)
+_BOOT = 600.0
+"""s of the kernel's clock, which begins with the boot, in which links come and go"""
+_INFINIBAND = re.compile(r"^(ib|mlx|hsi|hfi)", re.I)
+
+
+def _lines(seen: Seen, kind: str, window: float, now: float) -> dict[str, list[Logged]]:
+    """By device, of the last ``window`` s; oldest first."""
+    found: dict[str, list[Logged]] = {}
+    for logged in seen.log:
+        if logged.event.kind == kind and logged.at > now - window:
+            found.setdefault(logged.event.device, []).append(logged)
+    return found
+
+
+def _first(lines: list[Logged]) -> str:
+    return lines[0].event.text
+
+
+def _disks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    for device, lines in _lines(seen, "io", rules.kernel.window, now).items():
+        if not device.startswith(rules.kernel.quiet_devices):
+            text = f"I/O errors of {device or 'a disk'}: {_first(lines)}"
+            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, part=device, needs=1, at=lines[0].at)
+
+
+def _filesystems(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    for device, lines in _lines(seen, "filesystem", rules.kernel.window, now).items():
+        grave = next((one for one in lines if _LOST_WRITES.search(one.event.text)), None)
+        told = grave or lines[0]
+        make = fail if grave else warn
+        remedy = Remedy.EXCLUDE if grave else Remedy.NONE
+        text = f"file system{f' on {device}' if device else ''}: {told.event.text}"
+        yield make(Cause.STORAGE, remedy, text, part=device, needs=1, at=told.at)
+
+
+def _machine_checks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    for lines in _lines(seen, "mce", rules.kernel.window, now).values():
+        grave = next((one for one in lines if _GRAVE_MCE.search(one.event.text)), None)
+        if grave is not None:
+            text = f"uncorrected machine check: {grave.event.text}"
+            yield fail(Cause.NODE, Remedy.REBOOT, text, needs=1, at=grave.at)
+        else:
+            yield warn(Cause.NODE, Remedy.SUPPORT, f"machine check: {_first(lines)}", at=lines[0].at)
+
+
+def _flaps(seen: Seen, rules: Rules, now: float) -> Iterator[Bad]:
+    for device, told in _lines(seen, "nic", rules.kernel.flap_window, now).items():
+        if not (lines := [line for line in told if line.at > _BOOT]):
+            continue
+        often = len(lines) >= rules.kernel.flaps and _INFINIBAND.match(device)
+        text = f"link of {device or 'a network device'} went down: {_first(lines)}"
+        if often:
+            again = f"at least {rules.kernel.flaps} times within {rules.kernel.flap_window:g} s"
+            yield fail(Cause.FABRIC, Remedy.SUPPORT, f"{text}, {again}", part=device, needs=1, at=lines[0].at)
+        else:
+            yield warn(Cause.FABRIC, Remedy.NONE, text, part=device, at=lines[0].at)
+
+
+def _memory(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    lines = [one for several in _lines(seen, "oom", rules.kernel.window, now).values() for one in several]
+    trail = seen.trail("host", "", "oom_kills")
+    if fresh := [one for one in lines if not one.past]:
+        yield warn(Cause.USER, Remedy.NONE, f"killed for want of memory: {_first(fresh)}", at=fresh[0].at)
+    elif trail and trail.within(rules.kernel.window, now):
+        yield warn(Cause.USER, Remedy.NONE, "a process of this node was killed for want of memory", source="host")
+
+
+_KERNEL = ("kernel",)
+CHECKS = (
+    Check("kernel_io", _KERNEL, _disks, "I/O errors of disks, within a day", "any: FAIL, exclude (cause storage)",
+          "gcm"),
+    Check("kernel_filesystem", _KERNEL, _filesystems, "file systems in the kernel log, within a day",
+          "an error or read-only: FAIL, exclude (cause storage); a server that does not answer: WARN", "gcm"),
+    Check("kernel_mce", _KERNEL, _machine_checks, "machine checks, within a day",
+          "uncorrected: FAIL, reboot; corrected: WARN", "ByteRobust (papers.md 2.2)"),
+    Check("kernel_nic", _KERNEL, _flaps, "links that went down, within an hour",
+          "kernel.flaps times on one InfiniBand port: FAIL, support; any: WARN", "gcm"),
+    Check("oom", ("kernel", "host"), _memory, "processes killed for want of memory",
+          "any since we look: WARN (cause user)", "ByteRobust (papers.md 2.2)", any_reader=True),
+)  # fmt: skip

@@ -1,0 +1,162 @@
+"""The host: mounts that the node needs, processes that are stuck, memory, load, clock.
+
+Mounts are looked at by a process of their own each (:mod:`rrl.health.readers.mounts`). All of /proc is read once per
+reading, one small file per process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+from rrl.health.readers import ReaderOptions
+from rrl.health.readers.mounts import Mounts
+from rrl.health.readings import HostData, Stuck
+
+ZOMBIE_AFTER = 300.0
+"""s; Meta's gcm, zombie check"""
+STUCK_MOST = 50
+"""processes told, the oldest first: a dead file system holds hundreds"""
+SCAN_WITHIN = 5.0
+"""s for all of /proc"""
+_KERNEL_THREAD = 0x00200000
+"""PF_KTHREAD (linux include/linux/sched.h): kernel threads sleep in state D as they please"""
+_KERNEL_AGAIN = 30
+"""looks after which the kernel's threads are looked at anew: a pid may have been given to another"""
+_STAT = 1024
+"""bytes; a stat file has some 300"""
+_Seen = dict[tuple[int, int], float]
+"""pid and start time → since when (monotonic)"""
+
+
+class HostReader:
+    name = "host"
+    every = 10.0
+    within = 30.0
+    """more than a mount has (:data:`rrl.health.readers.mounts.WITHIN`)"""
+
+    def __init__(self, options: ReaderOptions) -> None:
+        self._proc, self._sysfs = options.proc, options.sysfs
+        self._mounts = Mounts(options.mounts)
+        self._stuck: _Seen = {}
+        self._zombies: _Seen = {}
+        self._kernel: set[int] = set()
+        """pids of the kernel's threads"""
+        self._looks = 0
+
+    def read(self) -> HostData:
+        unread: dict[str, str] = {}
+        mounts = self._mounts.look()
+        stuck, zombies = self._processes(time.monotonic(), unread)
+        memory = self._table("meminfo", {"MemTotal": "memory_total", "MemAvailable": "memory_available"}, unread)
+        vmstat = self._table("vmstat", {"oom_kill": "oom_kills"}, unread)
+        load = self._text(f"{self._proc}/loadavg", "load", unread)
+        cpu = f"{self._sysfs}/devices/system/cpu"
+        clock = f"{self._sysfs}/devices/system/clocksource/clocksource0/current_clocksource"
+        return HostData(
+            mounts=mounts, stuck=stuck, zombies=zombies,
+            memory_total=_kib(memory.get("MemTotal")), memory_available=_kib(memory.get("MemAvailable")),
+            load=float(load.split()[0]) if load else None, cpus=os.cpu_count(),
+            governor=self._text(f"{cpu}/cpu0/cpufreq/scaling_governor", "governor", unread),
+            clock_source=self._text(clock, "clock_source", unread), oom_kills=vmstat.get("oom_kill"), unread=unread,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._mounts.close()
+
+    # ── processes ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _processes(self, now: float, unread: dict[str, str]) -> tuple[tuple[Stuck, ...], int]:
+        stuck: _Seen = {}
+        zombies: _Seen = {}
+        names: dict[tuple[int, int], str] = {}
+        deadline = now + SCAN_WITHIN
+        self._looks += 1
+        if self._looks % _KERNEL_AGAIN == 0:
+            self._kernel.clear()
+        for pid in self._pids():
+            if time.monotonic() > deadline:
+                unread["stuck"] = f"reading {self._proc} took longer than {SCAN_WITHIN:g} s"
+                break
+            state, name, started = self._state(pid)
+            if not state:
+                continue
+            key = (pid, started)
+            if state == "D":
+                stuck[key] = self._stuck.get(key, now)
+                names[key] = name
+            else:
+                zombies[key] = self._zombies.get(key, now)
+        self._stuck, self._zombies = stuck, zombies
+        oldest = sorted(stuck, key=lambda key: (stuck[key], key))[:STUCK_MOST]
+        told = [self._tell(key[0], names[key], now - stuck[key]) for key in oldest]
+        return tuple(filter(None, told)), sum(now - since > ZOMBIE_AFTER for since in zombies.values())
+
+    def _state(self, pid: int) -> tuple[str, str, int]:
+        """``D`` or ``Z``, the command's name and the start time (ticks); empty for any other state, and for threads of
+        the kernel, which are remembered: on a large node they are by far the most."""
+        if pid in self._kernel:
+            return "", "", 0
+        try:
+            fd = os.open(f"{self._proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return "", "", 0
+        try:
+            text = os.read(fd, _STAT)
+        except OSError:  # it has ended
+            return "", "", 0
+        finally:
+            os.close(fd)
+        end = text.rfind(b")")
+        fields = text[end + 2 :].split(None, 20)
+        if len(fields) < 20:
+            return "", "", 0
+        if int(fields[6]) & _KERNEL_THREAD:
+            self._kernel.add(pid)
+            return "", "", 0
+        state = fields[0].decode()
+        name = text[text.find(b"(") + 1 : end].decode(errors="replace")
+        return (state, name, int(fields[19])) if state in ("D", "Z") else ("", "", 0)
+
+    def _tell(self, pid: int, name: str, seconds: float) -> Stuck | None:
+        try:
+            uid = os.stat(f"{self._proc}/{pid}").st_uid
+        except OSError:  # it has gone on, and ended
+            return None
+        where = self._text(f"{self._proc}/{pid}/wchan", "", {}) or ""
+        return Stuck(pid, uid, name, seconds, "" if where == "0" else where)
+
+    def _pids(self) -> Iterator[int]:
+        with os.scandir(self._proc) as entries:
+            for entry in entries:
+                if entry.name.isdigit():
+                    yield int(entry.name)
+
+    # ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _table(self, name: str, fields: dict[str, str], unread: dict[str, str]) -> dict[str, int]:
+        """``key: value ...`` or ``key value`` a line; ``fields``: what those that are not there are called."""
+        found: dict[str, int] = {}
+        why: dict[str, str] = {}
+        for line in (self._text(f"{self._proc}/{name}", name, why) or "").splitlines():
+            key, *values = line.replace(":", " ").split()
+            if key in fields and values and values[0].isdigit():
+                found[key] = int(values[0])
+        unread.update({fields[key]: why.get(name, "not there") for key in fields.keys() - found.keys()})
+        return found
+
+    @staticmethod
+    def _text(path: str, field: str, unread: dict[str, str]) -> str | None:
+        try:
+            with open(path, "rb") as file:
+                return file.read().decode(errors="replace").strip()
+        except FileNotFoundError:
+            unread[field] = "not there"
+        except PermissionError:
+            unread[field] = "not permitted"
+        except OSError as error:
+            unread[field] = os.strerror(error.errno or 0)
+        return None
+
+
+def _kib(value: int | None) -> int | None:
+    return None if value is None else value * 1024

@@ -1,0 +1,112 @@
+"""Lines of the kernel log that mean something, each with where its form was seen. Pure: bytes in, event out.
+
+Groups: ``xid``, ``pci``, ``pid``, ``device``. The first pattern that matches a line names its kind.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from rrl.health.readings import KernelEvent
+
+Kind = Literal["xid", "sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"]
+
+TEXT_MOST = 300
+"""characters of a line that are kept"""
+
+OFF_THE_BUS = 79
+"""the Xid of a GPU that is gone; drivers also say it without a number"""
+
+_PCI = rb"(?:PCI:)?(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?"
+
+_PATTERNS: tuple[tuple[Kind, bytes], ...] = (
+    # NVIDIA, "Xid Errors": ``NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp ...``;
+    # drivers before 319 without ``PCI:``, drivers from 5xx on with pid=1234; of a MIG instance, open-gpu-kernel-modules
+    # kernel_rc.c: ``(PCI:0000:07:00 GPU-I:05 GPU-CI:00)``
+    ("xid", rb"NVRM: Xid \(" + _PCI + rb"[^)]*\): (?P<xid>\d+)(?:,.*?\bpid=(?P<pid>\d+))?"),
+    # the same without an Xid, NVSentinel #155 and gpud #1209: ``NVRM: The NVIDIA GPU 0000:b3:00.0\x0aNVRM: (PCI ID: ...
+    # fallen off the bus and is not responding``, ``NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.``
+    ("xid", rb"NVRM: (?:The NVIDIA )?GPU " + _PCI + rb"\b.*fallen off the bus"),
+    # NVIDIA, Fabric Manager guide, appendix D: ``nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 ...``
+    ("sxid", rb"(?P<device>nvidia-nvswitch\d+): SXid \(" + _PCI + rb"\): (?P<xid>\d+)"),
+    # linux arch/x86/kernel/cpu/mce/core.c, drivers/firmware/efi/cper.c (``{1}[Hardware Error]: ...``)
+    ("mce", rb"\[Hardware Error\]: "),
+    ("mce", rb"mce: .*Machine check events logged"),
+    # linux drivers/edac/edac_mc.c: ``EDAC MC0: 1 UE memory read error on CPU_SrcID#0_...``
+    ("mce", rb"(?P<device>EDAC MC\d+): \d+ [CU]E "),
+    # linux mm/memory-failure.c: ``Memory failure: 0x12345: recovery action for ...``
+    ("mce", rb"Memory failure: 0x[0-9a-f]+: "),
+    # linux mm/oom_kill.c: ``Out of memory: Killed process 123 (python) total-vm:...``, ``Memory cgroup out of ...``
+    ("oom", rb"[Oo]ut of memory(?: \([^)]*\))?: Kill(?:ed)? process (?P<pid>\d+)"),
+    # linux drivers/net/ethernet/mellanox/mlx5/core/health.c: ``mlx5_core 0000:65:00.0: poll_health:...: Fatal error
+    # 1 detected``, ``device's health compromised``, ``health recovery failed``
+    ("nic", rb"(?P<device>mlx[45]_core [0-9a-f:]+\.\d)\b.*(?:Fatal error|health compromised|recovery (?:flow )?fail)"),
+    ("nic", rb"(?P<device>mlx5_core [0-9a-f:]+\.\d)\b.*(?:cmd_work_handler|wait_func).*timeout"),
+    # ``mlx5_core 0000:65:00.0 ens1f0np0: Link down``; Intel and Broadcom drivers: ``ixgbe 0000:01:00.0 eth0: NIC Link
+    # is Down``; ``eth0: NIC Link is Down``; ``igb 0000:01:00.0 eno1: igb: eno1 NIC Link is Down``. Not what begins
+    # ``eth0: Link down[77]: segfault``: that is a program's name
+    ("nic", rb"(?P<device>[\w.@-]+)(?::| NIC) (?:NIC )?[Ll]ink (?:is )?[Dd]own(?!\[)"),
+    # InfiniBand, gpud #1209: ``mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN``
+    ("nic", rb"(?P<device>mlx[45]_\d+): Port: \d+ Link DOWN"),
+    # systemd-networkd, as Meta's gcm looks for it: ``ib0: Lost carrier``
+    ("nic", rb"(?P<device>[\w.@-]+): Lost [Cc]arrier"),
+    # linux net/sched/sch_generic.c: ``NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out``
+    # since 6.5: ``mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms``
+    ("nic", rb"(?P<device>[\w.@-]+): NETDEV WATCHDOG: .*timed out"),
+    ("nic", rb"NETDEV WATCHDOG: (?P<device>[\w.@-]+?):? .*timed out"),
+    # linux block/blk-core.c: ``[blk_update_request: ]I/O error, dev nvme0n1, sector 1 op ...``, ``critical medium
+    # error, dev sda``; fs/buffer.c: ``Buffer I/O error on dev dm-0, logical block ...``
+    ("io", rb"(?:I/O|(?:critical )?(?:medium|target)) error, dev (?P<device>[\w-]+)"),
+    ("io", rb"Buffer I/O error on dev(?:ice)? (?P<device>[\w-]+)"),
+    # linux drivers/nvme/host/pci.c: ``nvme nvme0: I/O 12 QID 4 timeout, aborting``, ``controller is down; will reset``,
+    # ``Device not ready; aborting reset``, ``Removing after probe failure``
+    ("io", rb"nvme (?P<device>nvme\d+): (?:I/O .*timeout|controller is down|Device not ready|Removing after)"),
+    # linux fs/ext4/super.c, fs/xfs, fs/btrfs
+    ("filesystem", rb"EXT4-fs error \(device (?P<device>[\w-]+)\)"),
+    ("filesystem", rb"EXT4-fs \((?P<device>[\w-]+)\): Remounting filesystem read-only"),
+    ("filesystem", rb"XFS \((?P<device>[\w-]+)\): .*(?:[Cc]orruption|(?:metadata|log) I/O error|been shut down"
+                   rb"|Shutting down)"),
+    # ``BTRFS: error (device sda1) in btrfs_commit_transaction:2323: errno=-5 IO failure``, ``BTRFS error (device ...``
+    ("filesystem", rb"BTRFS:? (?:error|critical) \(device (?P<device>[\w-]+)"),
+    ("filesystem", rb"BTRFS \w+ \(device (?P<device>[\w-]+)[^)]*\): forced readonly"),
+    # linux net/sunrpc/clnt.c: ``nfs: server filer not responding, still trying``
+    ("filesystem", rb"nfs: server (?P<device>\S+) not responding"),
+    # lustre ptlrpc/import.c: ``LustreError: 167-0: fs-OST0001-osc-...: This client was evicted by fs-OST0001``,
+    # ``Lustre: fs-OST0001-osc-...: Connection to fs-OST0001 (at 10.0.0.1@o2ib) was lost``
+    ("filesystem", rb"Lustre(?:Error)?: .*?(?P<device>[\w.-]+-(?:OST|MDT)[0-9a-f]{4})\S*: (?:This client was evicted"
+                   rb"|Connection to \S+ \(at \S+\) was lost)"),
+    # linux kernel/hung_task.c: ``INFO: task python:1234 blocked for more than 120 seconds.``; kernel/watchdog.c
+    ("hung_task", rb"INFO: task .*:(?P<pid>\d+) blocked (?:in I/O wait )?for more than \d+ seconds"),
+    ("hung_task", rb"BUG: soft lockup - CPU#\d+ stuck for .*\[.*:(?P<pid>\d+)\]"),
+)  # fmt: skip
+_COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
+_PERHAPS = re.compile(
+    rb"Xid|off the bus|Hardware Error|Machine check|EDAC MC|Memory failure|ut of memory|mlx|[Ll]ink |arrier|WATCHDOG"
+    rb"|error|nvme|-fs |XFS|BTRFS|nfs: |Lustre|blocked |soft lockup"
+)
+"""most lines end here: what they all have in common is that they lack these"""
+
+
+def recognise(line: bytes, age: float) -> KernelEvent | None:
+    """``line``: the message, without the record's head."""
+    if _PERHAPS.search(line) is None or line.startswith(b"audit:"):  # audit's lines quote what users call their files
+        return None
+    for kind, pattern in _COMPILED:
+        if (match := pattern.search(line)) is not None:
+            found = match.groupdict()
+            return KernelEvent(
+                kind=kind, text=line.decode(errors="replace")[:TEXT_MOST], age=age,
+                xid=int(found["xid"]) if found.get("xid") else OFF_THE_BUS if kind == "xid" else None,
+                pid=int(found["pid"]) if found.get("pid") else None,
+                pci=_pci(found.get("pci")), device=(found.get("device") or b"").decode(errors="replace"),
+            )  # fmt: skip
+    return None
+
+
+def _pci(text: bytes | None) -> str:
+    """``0000:1b:00``: four digits of the domain, as NVML's reader writes it, where the rest of them are zero."""
+    if text is None:
+        return ""
+    domain, rest = text.decode().lower().split(":", 1)
+    return f"{int(domain, 16):04x}:{rest}"

@@ -1,0 +1,147 @@
+"""Paths whose file systems may hang: each is looked at by a short-lived process of its own. One that does not come back
+is left where it is, and its path counts as not answering until it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Collection, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from rrl.health.readers import lifeline
+from rrl.health.readings import Mount
+
+WITHIN = 10.0
+"""s for a path to answer (NVRx' storage check: the same)"""
+_LEFT_WITHIN = 0.5
+"""s for left processes to end on SIGKILL when this ends"""
+_MOST = 1 << 16
+
+
+class _Seen(msgspec.Struct, frozen=True, array_like=True):
+    """What the process says: a word of the system, or the figures."""
+
+    why: str = ""
+    device: int = 0
+    used: float | None = None
+    inodes_used: float | None = None
+
+
+class _Look(msgspec.Struct):
+    """One process at work."""
+
+    pid: int
+    answer: int
+    """descriptor"""
+
+
+class Mounts:
+    def __init__(self, paths: Sequence[str], within: float = WITHIN) -> None:
+        self._paths = tuple(dict.fromkeys(paths))
+        self._within = within
+        self._looks: dict[str, _Look] = {}
+        """those that have not come back"""
+        self._types: dict[int, str] = {}
+
+    def look(self) -> tuple[Mount, ...]:
+        """Blocks for ``within`` s at most, and not for those that did not answer before."""
+        self._gather((), 0.0)  # those that came back meanwhile: their answer is old, they are asked again
+        fresh = [path for path in self._paths if path not in self._looks]
+        for path in fresh:
+            self._looks[path] = _start(path)
+        found = self._gather(fresh, self._within)
+        return tuple(self._mount(path, found.get(path)) for path in self._paths)
+
+    def close(self) -> None:
+        for look in self._looks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(look.pid, signal.SIGKILL)  # ours until it is waited for, so it is still the same process
+        self._gather(list(self._looks), _LEFT_WITHIN)
+
+    def _gather(self, waited: Collection[str], within: float) -> dict[str, _Seen]:
+        """Answers by path: those that are there, and those of ``waited`` that come in time."""
+        found: dict[str, _Seen] = {}
+        waiting = set(waited)
+        deadline = time.monotonic() + within
+        poll = select.poll()
+        whose = {look.answer: path for path, look in self._looks.items()}
+        for fd in whose:
+            poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 if waiting else 0):
+                poll.unregister(fd)
+                path = whose[fd]
+                waiting.discard(path)
+                found[path] = _end(self._looks.pop(path))
+            if not waiting or time.monotonic() >= deadline:
+                return found
+
+    def _mount(self, path: str, seen: _Seen | None) -> Mount:
+        if seen is None:
+            return Mount(path=path, answers=False, why=f"did not answer within {self._within:g} s")
+        if seen.why:
+            return Mount(path=path, answers=False, why=seen.why)
+        if seen.device not in self._types:
+            self._types = _types()
+        kind = self._types.setdefault(seen.device, "")
+        return Mount(path=path, answers=True, filesystem=kind, used=seen.used, inodes_used=seen.inodes_used)
+
+
+def _start(path: str) -> _Look:
+    answer, say = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _see(path, say, parent)
+    os.close(say)
+    return _Look(pid, answer)
+
+
+def _end(look: _Look) -> _Seen:
+    """Its answer is there, or it ended without one; so it is about to end."""
+    data = os.read(look.answer, _MOST)
+    os.close(look.answer)
+    os.waitpid(look.pid, 0)
+    return msgspec.msgpack.decode(data, type=_Seen) if data else _Seen("its process was ended")
+
+
+def _see(path: str, say: int, parent: int) -> NoReturn:
+    """In the process of its own."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        lifeline.dies_with(parent, signal.SIGKILL)  # it holds nothing that would need closing
+        lifeline.let_go([say])
+        os.write(say, msgspec.msgpack.encode(_figures(path)))
+    finally:
+        os._exit(0)
+
+
+def _figures(path: str) -> _Seen:
+    try:
+        device = os.stat(path).st_dev
+        figures = os.statvfs(path)
+        with contextlib.suppress(PermissionError, NotADirectoryError), os.scandir(path) as entries:
+            next(entries, None)  # from the file system's servers, not from what the kernel remembers of its root
+    except OSError as error:
+        return _Seen(os.strerror(error.errno or 0))
+    used = figures.f_blocks - figures.f_bfree
+    room = used + figures.f_bavail
+    inodes = (figures.f_files - figures.f_ffree) / figures.f_files if figures.f_files else None
+    return _Seen("", device, used / room if room else None, inodes)
+
+
+def _types() -> dict[int, str]:
+    """Kind of file system by device. Empty for one that gives its files other numbers than its mount (btrfs)."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
+        for line in file:
+            before, _, after = line.partition(" - ")
+            major, _, minor = before.split()[2].partition(":")
+            found[os.makedev(int(major), int(minor))] = after.split()[0]
+    return found

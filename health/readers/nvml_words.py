@@ -1,0 +1,100 @@
+"""NVML's numbers in words: its errors, and the few enumerations that readings tell by name.
+
+Source: nvml.h of r575 as nvidia-ml-py has it. Numbers, not names, for an older nvidia-ml-py lacks the newer names.
+"""
+
+from __future__ import annotations
+
+SUCCESS = 0
+UNINITIALIZED = 1
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+INSUFFICIENT_POWER = 8
+DRIVER_NOT_LOADED = 9
+TIMEOUT = 10
+IRQ_ISSUE = 11
+LIBRARY_NOT_FOUND = 12
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+RESET_REQUIRED = 16
+LIB_RM_VERSION_MISMATCH = 18
+GPU_NOT_FOUND = 28
+ARGUMENT_VERSION_MISMATCH = 25
+DEPRECATED = 26
+UNKNOWN = 999
+
+SESSION_OVER = frozenset((UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH))
+"""the driver was unloaded or replaced under us: nothing that we hold is valid any more"""
+GONE = frozenset((GPU_IS_LOST, RESET_REQUIRED))
+"""said by any call: this GPU answers to nobody before it is reset"""
+NO_HANDLE = GONE | {UNKNOWN, INSUFFICIENT_POWER, IRQ_ISSUE}
+"""why a GPU that is counted gives no handle, where the GPU is at fault (nvmlDeviceGetHandleByIndex)"""
+CANNOT = frozenset((NOT_SUPPORTED, INVALID_ARGUMENT, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED))
+"""this way to ask does not exist here; another one may"""
+
+_WORDS = {
+    UNINITIALIZED: "NVML is not initialised",
+    INVALID_ARGUMENT: "not known to this driver",
+    NOT_SUPPORTED: "not supported",
+    NO_PERMISSION: "not permitted",
+    INSUFFICIENT_POWER: "power cables are not attached properly",
+    DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
+    TIMEOUT: "the driver timed out",
+    IRQ_ISSUE: "the driver has an interrupt problem with this GPU",
+    LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 is not found: no NVIDIA driver is installed",
+    FUNCTION_NOT_FOUND: "no such function in this driver",
+    14: "the infoROM is corrupted",
+    GPU_IS_LOST: "GPU is lost",
+    RESET_REQUIRED: "GPU requires reset",
+    17: "blocked by the operating system",
+    LIB_RM_VERSION_MISMATCH: "the NVML library and the loaded driver differ in version: the driver was exchanged",
+    ARGUMENT_VERSION_MISMATCH: "no such version of the function in this driver",
+    DEPRECATED: "no longer in this driver",
+    GPU_NOT_FOUND: "the NVIDIA driver finds no GPU",
+    UNKNOWN: "Unknown Error",
+}
+
+
+def in_words(code: int, drivers: str = "") -> str:
+    """``drivers``: what NVML itself calls it, for a code that is new to us."""
+    return _WORDS.get(code) or f"NVML error {code}" + (f" ({drivers})" if drivers else "")
+
+
+_ACTIONS = (
+    "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
+    "system_reboot",
+)  # fmt: skip
+"""nvmlDeviceGpuRecoveryAction_t of r615; the last three came after r575"""
+
+
+def recovery_action(number: int) -> str:
+    return _ACTIONS[number] if number < len(_ACTIONS) else f"unknown ({number})"
+
+
+def fabric_state(number: int) -> str:
+    states = ("not_supported", "not_started", "in_progress", "completed")
+    return states[number] if number < len(states) else f"unknown ({number})"
+
+
+def fabric_status(code: int) -> str:
+    return "success" if code == SUCCESS else in_words(code)
+
+
+_REASONS = (
+    "gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal",
+    "hw_power_brake", "display",
+)  # fmt: skip
+"""by bit of nvmlDeviceGetCurrentClocksEventReasons"""
+
+
+def clock_reasons(mask: int) -> tuple[str, ...]:
+    """A bit that has no name here is told by its number, never dropped."""
+    bits = (bit for bit in range(mask.bit_length()) if mask >> bit & 1)
+    return tuple(_REASONS[bit] if bit < len(_REASONS) else f"bit_{bit}" for bit in bits)
+
+
+def kernel_bus_id(bus_id: str) -> str:
+    """``0000:1b:00`` as the kernel log names it, of NVML's ``00000000:1B:00.0``."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest.partition('.')[0]}" if rest else bus_id.lower()

@@ -1,0 +1,231 @@
+"""What one node's checks remember: the newest reading of each reader, the past of counters, what the kernel log told,
+and what was done to the node's processes. It judges nothing.
+
+All times are s of the node's own monotonic clock, as readings have them. The first value of a counter is where it
+starts: what was counted before us is no rise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rrl.health.readings import (
+    Data,
+    DcgmData,
+    FabricData,
+    FabricPort,
+    Gpu,
+    HostData,
+    KernelData,
+    KernelEvent,
+    NvmlData,
+    Reading,
+)
+from rrl.health.trails import Trail
+from rrl.health.xid_log import XidEvent, XidLog
+from rrl.spec.health_checks import XidRules
+
+PORT_COUNTERS: Final = (
+    "link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err",
+    "symbol_error", "link_error_recovery", "port_rcv_errors", "local_ack_timeout_err", "port_xmit_discards",
+    "roce_slow_restart", "carrier_changes",
+)  # fmt: skip
+"""of a port, those that a check judges"""
+EVERY: Final = "every"
+"""GPU of the node"""
+_REMEMBERED = 500
+"""lines of the kernel log"""
+_KILLS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A line of the kernel log that is no Xid."""
+
+    event: KernelEvent
+    at: float
+    past: bool
+    """from before we looked"""
+
+
+class Seen:
+    def __init__(self, burst: float = XidRules().burst) -> None:
+        """``burst``: s in which one Xid on one GPU is one event (``rules.xid.burst``)."""
+        self.newest: dict[str, Reading] = {}
+        self.kept: dict[str, Data] = {}
+        """what each reader read last, however long ago"""
+        self.turn: dict[str, int] = {}
+        """readings of each reader so far"""
+        self.told = 0
+        """times that somebody told us something else than a reading"""
+        self.hung: dict[str, int] = {}
+        """readings in a row that did not come back in time"""
+        self.began: float | None = None
+        self.trails: dict[tuple[str, str, str], Trail] = {}
+        """by kind, device and counter"""
+        self.xids = XidLog(burst)
+        self.log: deque[Logged] = deque(maxlen=_REMEMBERED)
+        self.most_gpus = 0
+        self.hot: dict[str, float] = {}
+        """since when (s) each GPU has been at or above a limit of its own"""
+        self.links_up: dict[str, set[int]] = {}
+        """NVLinks of each GPU that were active at some time"""
+        self.ports_up: set[str] = set()
+        """ports that were ACTIVE at some time"""
+        self.hcas: set[str] = set()
+        """devices that were there at some time"""
+        self.boot = ""
+        """the node's boot id, for the administrators"""
+        self.who: dict[str, str] = {}
+        """GPUs by UUID as administrators and their vendor call them, one line each, as last read"""
+        self.uid: int | None = None
+        """of our own processes; None: it is not known whose are ours, but that root's are not"""
+        self.kills: deque[float] = deque(maxlen=_KILLS)
+        self.deaths: deque[tuple[float, frozenset[str]]] = deque(maxlen=_KILLS)
+        self.free: frozenset[str] = frozenset()
+        self._tenants: dict[str, tuple[str, str]] = {}
+        self._counting = False
+        """the last reading of DCGM had the exporter's counts"""
+        self.memo: Any = None
+        """of :func:`rrl.health.hardware.judge`"""
+
+    # ── what readers say ────────────────────────────────────────────────────────────────────────────────────────────
+    def add(self, reading: Reading) -> None:
+        name = reading.reader
+        if reading.state == "absent" and name == "fabric" and self.hcas:  # they were there: now there are none
+            reading = Reading(name, reading.at, FabricData())
+        self.newest[name] = reading
+        if reading.data is not None:
+            self.kept[name] = reading.data
+        self.turn[name] = self.turn.get(name, 0) + 1
+        self.hung[name] = self.hung.get(name, 0) + 1 if reading.state == "hung" else 0
+        if self.began is None:
+            self.began = reading.at
+        match reading.data:
+            case NvmlData():
+                self._add_nvml(reading.data, reading.at)
+            case DcgmData():
+                self._add_dcgm(reading.data, reading.at)
+            case KernelData():
+                self._add_kernel(reading.data, reading.at)
+            case FabricData():
+                for port in reading.data.ports:
+                    self._add_port(port, reading.at)
+            case HostData():
+                self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
+
+    def _add_nvml(self, data: NvmlData, at: float) -> None:
+        self.most_gpus = max(self.most_gpus, len(data.gpus))
+        self.xids.name({gpu.pci: gpu.uuid for gpu in data.gpus if gpu.pci and gpu.uuid})
+        for gpu in data.gpus:
+            self._add_gpu(gpu, at)
+            if gpu.uuid and (gpu.serial or gpu.name):  # of a lost one they are gone
+                named = (("serial", gpu.serial), ("vbios", gpu.vbios), ("driver", data.driver), ("boot id", self.boot))
+                words = (f"{name} {word}" for name, word in named if word)
+                self.who[gpu.uuid] = ", ".join((f"GPU {gpu.index} {gpu.name}".rstrip(), *words))
+        for told in data.xids:
+            self._add_xid(told.uuid, told.xid, at, told.detail, "nvml")
+
+    def _add_gpu(self, gpu: Gpu, at: float) -> None:
+        self._count("gpu", gpu.uuid, "pcie_replays", gpu.pcie_replays, at)
+        self._count("gpu", gpu.uuid, "ecc_aggregate_uncorrected", gpu.ecc_aggregate_uncorrected, at)
+        self._count("gpu", gpu.uuid, "retired_uncorrected", gpu.retired_uncorrected, at)
+        if _is_hot(gpu):
+            self.hot.setdefault(gpu.uuid, at)
+        else:
+            self.hot.pop(gpu.uuid, None)
+        for link in gpu.nvlinks or ():
+            if link.active:
+                self.links_up.setdefault(gpu.uuid, set()).add(link.link)
+            told = [n for n in (link.replay, link.recovery) if n is not None]
+            crc = [n for n in (link.crc_flit, link.crc_data) if n is not None]
+            self._count("nvlink", gpu.uuid, f"{link.link} errors", sum(told + crc) if told or crc else None, at)
+            self._count("nvlink", gpu.uuid, f"{link.link} crc", sum(crc) if crc else None, at)
+
+    def _add_dcgm(self, data: DcgmData, at: float) -> None:
+        """The exporter counts the Xids of its last minutes: a code is told once it happened, and later no more."""
+        before, self._counting = self._counting, "exporter" not in data.unread
+        for gpu in data.gpus:
+            known = {int(code): 0 for kind, device, code in self.trails if (kind, device) == ("dcgm", gpu.uuid)}
+            for code, total in {**known, **gpu.xid_counts}.items():
+                key = ("dcgm", gpu.uuid, str(code))
+                if before:
+                    self.trails.setdefault(key, Trail(at, 0))
+                trail = self.trails.get(key)
+                if trail is not None and total > trail.last:
+                    self._add_xid(gpu.uuid, code, at, "", "dcgm")
+                self._count(*key, total, at)
+
+    def _add_kernel(self, data: KernelData, at: float) -> None:
+        for event in data.events:
+            then = at - event.age
+            if event.kind == "xid" and event.xid is not None:
+                self._add_xid(event.pci, event.xid, then, event.text, "kernel")
+            else:
+                self.log.append(Logged(event, then, self._is_past(then)))
+
+    def _add_port(self, port: FabricPort, at: float) -> None:
+        name = f"{port.device}/{port.port}"
+        self.hcas.add(port.device)
+        if port.state == "ACTIVE":
+            self.ports_up.add(name)
+        for counter in PORT_COUNTERS:
+            self._count("port", name, counter, port.counters.get(counter), at)
+
+    def _add_xid(self, gpu: str, code: int, at: float, text: str, source: str) -> None:
+        past = self._is_past(at)
+        who = None if past else self._tenants.get(self.xids.named(gpu))
+        self.xids.add(XidEvent(gpu, code, at, text, past=past, who=who, sources={source}))
+
+    def _is_past(self, at: float) -> bool:
+        return self.began is not None and at < self.began
+
+    def _count(self, kind: str, device: str, counter: str, total: int | None, at: float) -> None:
+        if total is None:
+            return
+        key = (kind, device, counter)
+        trail = self.trails.get(key)
+        if trail is None:
+            self.trails[key] = Trail(at, total)
+        else:
+            trail.add(at, total)
+
+    # ── what is done here ───────────────────────────────────────────────────────────────────────────────────────────
+    def killed(self, now: float) -> None:
+        """A step of ours was killed on this node: what its GPUs say around that is its own end."""
+        self.kills.append(now)
+        self.told += 1
+
+    def role_died(self, gpus: Collection[str], now: float) -> None:
+        """A role that had these GPUs (UUIDs) died, and we did not kill it."""
+        self.deaths.append((now, frozenset(gpus)))
+        self.told += 1
+
+    def occupied(self, gpus: Collection[str], role: str, life: str) -> None:
+        """This life of that role has these GPUs (UUIDs) from now on: an application's fault follows the application."""
+        self._tenants.update(dict.fromkeys(gpus, (role, life)))
+
+    def vacant(self, gpus: Collection[str]) -> None:
+        """These GPUs (UUIDs, indices, or :data:`EVERY`) are to be free: a role is about to start. Empty: none is."""
+        self.free = frozenset(gpus)
+        self.told += 1
+
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def data(self, reader: str) -> Any:
+        """What it read last; None where its newest reading has nothing."""
+        newest = self.newest.get(reader)
+        return newest.data if newest is not None and newest.state == "read" else None
+
+    def at(self, reader: str) -> float:
+        return self.newest[reader].at
+
+    def trail(self, kind: str, device: str, counter: str) -> Trail | None:
+        return self.trails.get((kind, device, counter))
+
+
+def _is_hot(gpu: Gpu) -> bool:
+    pairs = ((gpu.temperature, gpu.temperature_slowdown), (gpu.temperature_memory, gpu.temperature_memory_max))
+    return any(now is not None and limit and now >= limit for now, limit in pairs)

@@ -1,0 +1,178 @@
+"""Detectors by time alone: who beats on and stands still, in phases that must progress, must end, or wait.
+
+A deadline is a multiple of what is usual, within the bounds of the phase. It is what judges those of whom nothing else
+is known; whoever can be asked is judged by what it answers (:mod:`rrl.health.suspicion`), whoever must compute also by
+what its CPU and GPU do (:mod:`rrl.health.idleness`).
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from rrl.health.activity import GAP
+from rrl.health.judged import MISSES, NOTHING, SLOWEST, Judged, about, waits, works
+from rrl.health.last_seen import ReplicaSighting, loops
+from rrl.spec.jobview import Limits
+from rrl.spec.words import Cause, Remedy, Verdict
+
+AT_WORK = 6.0
+"""times its deadline has whose GPU (without one: CPU) is seen at work: it is slow, not hung"""
+ENDLESS = 2.0
+"""times ``longest`` of a phase that waits, after which services that are still at work explain no wait"""
+_SERVE = "serve"
+
+
+def no_progress(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """Beats go on, ``done`` does not rise, in a phase that must progress."""
+    if not works(seen) or waits(seen) or not seen.declared.progresses:
+        return NOTHING
+    if seen.probes.answers or (seen.probes.asked_at is not None and not seen.first_pass):
+        return _answers(seen, limits, now)
+    return _stands(seen, limits, now, "no_progress", Verdict.FAIL, "no progress")
+
+
+def phase_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It does not come out of a phase that must end, and shows no progress in it either.
+
+    Of a phase that neither rrl nor the job declares nobody knows how long it may last: a warning, no more.
+    """
+    declared = seen.declared
+    if works(seen) and declared.own_work and waits(seen):
+        return _own_work_overdue(seen, limits, now)
+    if not works(seen) or waits(seen) or declared.progresses or declared.longest == inf:
+        return NOTHING
+    verdict = Verdict.FAIL if limits.knows(declared.name) else Verdict.WARN
+    return _stands(seen, limits, now, "phase_overdue", verdict, "it does not end")
+
+
+def wait_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It waits for too long; ``wait_endless``: for ``ENDLESS`` times the longest. Raw material for ``blame.charge``,
+    which never lets it through as it is."""
+    if not works(seen) or not waits(seen):
+        return NOTHING
+    found, look = _stands(seen, limits, now, "wait_overdue", Verdict.UNKNOWN, f"it waits for {_whom(seen)}")
+    due = seen.clock + ENDLESS * seen.declared.longest + _grace(seen, limits)
+    if found is None or not loops(seen) or now < due:
+        return found, min(look, due) if found is not None and loops(seen) else look
+    text = f"phase {seen.phase}: it waits for {_whom(seen)}, for {due - seen.clock:g} s and more"
+    return about(seen, "wait_endless", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, seen.clock, "worker", text), look
+
+
+def wait_long(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It waits, and has for longer than the least that its phase allows. Raw material for ``blame.charge``: enough
+    against a service that all wait for. Where the phase means work of its own too, its wait says nothing yet; where the
+    phase by itself waits for nobody, a call is stuck, and the service has as long as services may stand still."""
+    if not works(seen) or not waits(seen) or seen.declared.own_work:
+        return NOTHING
+    least = (seen.declared if seen.declared.waits_for is not None else limits.phase(_SERVE)).shortest
+    due = _stands_since(seen) + least
+    if now < due:
+        return None, due
+    if seen.beats < MISSES:
+        return NOTHING
+    text = f"phase {seen.phase}: it waits for {_whom(seen)}, for {least:g} s and more"
+    return about(seen, "wait_long", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, _stands_since(seen), "worker", text), inf
+
+
+def idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """A service does nothing: mostly because nobody asks. Raw material for ``blame.charge``, like ``wait_overdue``."""
+    if not works(seen) or waits(seen) or seen.declared.longest != inf or seen.declared.progresses:
+        return NOTHING
+    return _stands(seen, limits, now, "idle", Verdict.UNKNOWN, "it does nothing")
+
+
+def _whom(seen: ReplicaSighting) -> str:
+    return seen.waits_for or f"any {seen.declared.waits_for}"
+
+
+def _own_work_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It may wait for another or be at work itself: only the longest that the phase may last speaks against it."""
+    due = seen.clock + seen.declared.longest + _grace(seen, limits)
+    if now < due:
+        return None, due
+    if seen.beats < MISSES:
+        return NOTHING
+    text = f"phase {seen.phase}: it does not end within {due - seen.clock:g} s"
+    return about(seen, "phase_overdue", Verdict.FAIL, Cause.HANG, Remedy.RESTART, seen.clock, "worker", text), inf
+
+
+def _stands_since(seen: ReplicaSighting) -> float:
+    """Nothing has moved since; in a call, not since before that."""
+    in_a_call = seen.declared.waits_for is None and seen.blocked_since is not None
+    return max(seen.clock, seen.blocked_since or 0.0) if in_a_call else seen.clock
+
+
+def _answers(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
+    """It was asked, and what it answers or not says more than time does; but no phase lasts for ever."""
+    longest = seen.declared.longest
+    due = seen.clock + longest + _grace(seen, limits)
+    if now < due:
+        return None, due
+    if seen.beats < MISSES:
+        return NOTHING
+    text = f"phase {seen.phase}: no progress within {longest:g} s, though it answers"
+    return about(seen, "no_progress", Verdict.FAIL, Cause.HANG, Remedy.RESTART, seen.clock, "worker", text), inf
+
+
+def _stands(seen: ReplicaSighting, limits: Limits, now: float, detector: str, verdict: Verdict, what: str) -> Judged:
+    deadline, how = _deadline(seen, limits)
+    since = _stands_since(seen)
+    due = since + deadline
+    if now < due:
+        return None, due
+    if seen.beats < MISSES:  # too few have looked; the next beat will be looked at
+        return NOTHING
+    if verdict is Verdict.FAIL and (_seen_at_work(seen, due) or _never_says(seen)):
+        later = max(due, since + min(AT_WORK * deadline, max(deadline, seen.declared.longest)))
+        if now < later:
+            return None, later
+    remedy = Remedy.RESTART if verdict is Verdict.FAIL else Remedy.NONE
+    text = f"phase {seen.phase}: {what} within {how}"
+    return about(seen, detector, verdict, Cause.HANG, remedy, since, "worker", text), inf
+
+
+def _seen_at_work(seen: ReplicaSighting, due: float) -> bool:
+    """By a load that came no longer than ``GAP`` before its deadline, or since. The GPU of a gang's member that trains
+    may be kept by a collective that waits: only tensor cores say that it works, and so they do where they can be seen.
+    A CPU says so only in phases that compute, for one that loops looks the same; beside a GPU only of who trains alone:
+    an evaluation, or a batch that is prepared. (Ranks that wait in a collective keep their CPUs too.)"""
+    activity = seen.activity
+    trains = seen.declared.computes and not seen.declared.progresses
+    if trains and not seen.ganged and activity.hosts:
+        works_now, at = True, activity.at
+    elif trains and (seen.ganged or activity.tensor_seen):
+        works_now, at = True, activity.tensor_at
+    else:
+        works_now, at = activity.works if seen.declared.computes else activity.kernels, activity.at
+    return works_now and at is not None and at >= due - GAP
+
+
+def _never_says(seen: ReplicaSighting) -> bool:
+    """It makes tokens and has nothing that could be asked: a tool that it waits for looks like a hang, and who is
+    killed at healthy work is killed again at the same place."""
+    return seen.probes.mute and seen.declared.computes and seen.declared.progresses
+
+
+def _deadline(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
+    """Seconds that the clock may run, and where the number comes from."""
+    declared = seen.declared
+    if declared.longest == inf:
+        return declared.shortest, f"{declared.shortest:g} s"
+    if seen.usual is None:
+        deadline, how = declared.longest, "no usual duration yet"
+    else:
+        usual = max(limits.adaptive * seen.usual, SLOWEST * seen.slowest)
+        deadline = min(max(usual, declared.shortest), declared.longest)
+        how = f"{limits.adaptive:g} x usual {seen.usual:.3g} s"
+        if SLOWEST * seen.slowest > limits.adaptive * seen.usual:
+            how = f"{SLOWEST:g} x the longest yet, {seen.slowest:.3g} s"
+        how += f", within {declared.shortest:g} to {declared.longest:g} s"
+    if grace := _grace(seen, limits):
+        deadline, how = deadline + grace, f"{how}; first pass + {grace:g} s"
+    return deadline, f"{deadline:.4g} s ({how})"
+
+
+def _grace(seen: ReplicaSighting, limits: Limits) -> float:
+    """Who merely waits compiles nothing and warms nothing up, be it the first time or not."""
+    merely = waits(seen) and not seen.declared.own_work
+    return limits.first_pass if seen.first_pass and not merely else 0.0

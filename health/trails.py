@@ -1,0 +1,57 @@
+"""The past of one counter: totals by time, as few as its rates need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_STEP = 5.0
+"""s: rises closer to each other than this are one"""
+_KEPT = 7200.0
+"""s of past; longer than any window of a rule but "within a day", which asks for the whole rise"""
+
+
+class Trail:
+    """Totals only grow; one that shrinks (a driver was loaded anew) starts over."""
+
+    __slots__ = ("_before", "_rises", "first", "last", "start")
+
+    def __init__(self, at: float, total: int) -> None:
+        self.start, self.first, self.last, self._before = at, total, total, total
+        self._rises: list[tuple[float, int]] = []
+        """(at, total from then on), oldest first"""
+
+    def add(self, at: float, total: int) -> None:
+        if total == self.last:
+            return
+        if total < self.last:
+            self.start, self.first, self._before, self._rises = at, total, total, []
+        elif self._rises and at - self._rises[-1][0] < _STEP:
+            self._rises[-1] = (self._rises[-1][0], total)
+        else:
+            self._rises.append((at, total))
+            while len(self._rises) > 1 and self._rises[0][0] < at - _KEPT:
+                self._before = self._rises.pop(0)[1]
+        self.last = total
+
+    @property
+    def rise(self) -> int:
+        """Since we look."""
+        return self.last - self.first
+
+    @property
+    def last_rise(self) -> float | None:
+        """s; None: it never rose."""
+        return self._rises[-1][0] if self._rises else None
+
+    def within(self, window: float, now: float) -> int:
+        """Its rise in the last ``window`` s."""
+        before = self._before if window <= _KEPT else self.first
+        for at, total in self._rises:
+            if at > now - window:
+                break
+            before = total
+        return self.last - before
+
+    def rises(self) -> Iterator[float]:
+        """When it rose (s)."""
+        return (at for at, _ in self._rises)

@@ -1,0 +1,44 @@
+"""How long things usually take: durations of phases and gaps between two signs of progress, per role and phase."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from msgspec import Struct
+
+_WINDOW = 32
+"""durations remembered per role and phase"""
+_ENOUGH = 3
+"""durations before one speaks of usual (docs/sources.md, guard rails: three in a row)"""
+
+
+class Measure(Struct, frozen=True):
+    """``median`` (s; None: too few are known) and the longest of them."""
+
+    median: float | None = None
+    longest: float = 0.0
+
+
+_UNKNOWN = Measure()
+
+
+class Usual:
+    """Over all replicas of a role: a replacement inherits it, and one outlier does not move it."""
+
+    def __init__(self) -> None:
+        self._durations: dict[tuple[str, str], deque[float]] = {}
+        self._measures: dict[tuple[str, str], Measure] = {}
+
+    def add(self, role: str, phase: str, seconds: float) -> None:
+        key = role, phase
+        self._durations.setdefault(key, deque(maxlen=_WINDOW)).append(seconds)
+        self._measures.pop(key, None)
+
+    def of(self, role: str, phase: str) -> Measure:
+        """Sorted once for each new duration, not for each that asks."""
+        key = role, phase
+        if (known := self._measures.get(key)) is None:
+            durations = sorted(self._durations.get(key, ()))
+            known = Measure(durations[len(durations) // 2], durations[-1]) if len(durations) >= _ENOUGH else _UNKNOWN
+            self._measures[key] = known
+        return known

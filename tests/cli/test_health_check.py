@@ -1,0 +1,200 @@
+"""``rrl health check``: what it says, and what its exit codes mean to a prolog."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rrl.cli import app
+from rrl.cli.health_check import _of_job
+from rrl.cli.views.health_check import headline, health_check_view
+from rrl.health.check import check_node, overall
+from rrl.health.readers import ReaderOptions
+from rrl.health.readings import GpuProcess, HostData, NvmlData, Reading
+from rrl.health.seen import EVERY
+from rrl.spec.health_checks import CONFIG_ENV, Expect, Rules
+from rrl.spec.words import Verdict
+from rrl.tests.cli.pictures import drawn, same_as_kept
+from rrl.tests.health.looked_at import LookedAt, gpu, host
+from rrl.tests.lab.nvml.driver import FakeDriver
+
+MOUNTS = ["health", "check", "--checks", "mounts,clock_source,readers,gpu_count"]
+
+
+@pytest.fixture(autouse=True)
+def _no_rules_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = tmp_path / "empty.toml"
+    rules.write_text("")
+    monkeypatch.setenv(CONFIG_ENV, str(rules))
+
+
+def rules(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+# ── exit codes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_healthy_node_without_gpus_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(MOUNTS) == 0
+    assert capsys.readouterr().out.startswith("OK ")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "in_prolog"),
+    [
+        ('[expect]\nmounts = ["/no/such"]', 2, 2),
+        ('[expect]\nclock_source = "sundial"', 1, 0),
+        ('[expect]\nreaders = ["nvml"]\ngpus = 8', 3, 0),
+    ],
+)
+def test_each_verdict_has_its_exit_code_and_a_prolog_fails_for_fail_only(
+    tmp_path: Path, text: str, code: int, in_prolog: int
+) -> None:
+    where = rules(tmp_path, text)
+    assert app.run([*MOUNTS, *where]) == code
+    assert app.run([*MOUNTS, *where, "--prolog"]) == in_prolog
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--bogus"], ["--within", "soon"], ["--within", "0s"], ["--checks", "gpu_cout"], ["--checks", ","],
+        ["--config", "/no/such.toml"], ["too", "many"],
+    ],
+)  # fmt: skip
+def test_a_check_that_is_called_wrongly_says_so_in_a_line_and_condemns_nobody(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["health", "check", *wrong]) == 3
+    told = capsys.readouterr().err
+    assert app.run(["health", "check", "--prolog", *wrong]) == 0
+    assert told.startswith("rrl: ")
+    assert told.count("\n") == 1
+
+
+def test_a_mistake_in_the_rules_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run([*MOUNTS, *rules(tmp_path, "[gpu]\nhott = 1\n")]) == 3
+    assert 'rules.toml:2: gpu.hott: unknown key; did you mean "hot"?' in capsys.readouterr().err
+    assert app.run([*MOUNTS, *rules(tmp_path, '[checks]\ngpu_lots = "off"\n')]) == 3
+    assert 'checks.gpu_lots: no such check; did you mean "gpu_lost"?' in capsys.readouterr().err
+
+
+def test_it_needs_no_home_and_no_run_and_starts_fast(tmp_path: Path) -> None:
+    program = Path(sys.executable).parent / "rrl"
+    argv = [str(program), "health", "check", "--checks", "mounts", "--prolog", "--mount", str(tmp_path / "no")]
+    done = subprocess.run(argv, env={CONFIG_ENV: "/dev/null"}, cwd="/", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout.startswith(f"FAIL mounts: {tmp_path}/no: No such file or directory\n")
+
+
+def test_where_nobody_hears_it_the_exit_code_is_that_of_the_node(tmp_path: Path) -> None:
+    check = f"{Path(sys.executable).parent}/rrl health check --checks mounts --prolog --mount {tmp_path}/no"
+    for unheard in (">/dev/full", ">&-", "| true; exit ${PIPESTATUS[0]}"):
+        done = subprocess.run(["bash", "-c", f"{check} {unheard}"], env={CONFIG_ENV: "/dev/null"}, timeout=60)
+        assert done.returncode == 2, unheard
+
+
+# ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_json_has_the_verdict_and_every_finding_with_times_that_others_understand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert app.run([*MOUNTS, "--mount", "/no/such", "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verdict"], told["code"]) == ("FAIL", 2)
+    (failed,) = [one for one in told["findings"] if one["verdict"] == "FAIL"]
+    assert (failed["detector"], failed["part"], failed["cause"]) == ("mounts", "/no/such", "storage")
+    assert 0 <= told["checked_at"] - failed["since"] < 600
+
+
+def ill() -> LookedAt:
+    node = LookedAt(Rules(expect=Expect(gpus=2)))
+    node.reads(host(mounts=()), times=3)
+    node.gpus(gpu(1, recovery_action="gpu_reset", temperature=90), times=3).xid(79, index=1)
+    return node.cannot("dcgm", "absent", "dcgmi is not installed").cannot("fabric", "broken", "OSError: x")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_worst_is_read_first(width: int) -> None:
+    same_as_kept(f"health_check_{width}", drawn(health_check_view(ill().found), width))
+
+
+def test_the_first_line_is_fit_to_be_a_drains_reason() -> None:
+    found = ill().found
+    assert headline(overall(found), found) == "FAIL gpu_recovery_action: GPU 1: the driver asks for gpu reset"
+
+
+# ── one node, now ────────────────────────────────────────────────────────────────────────────────────────────────────
+class Scripted:
+    """Answers of the host's reader, one after the other; the last one again and again."""
+
+    def __init__(self, *answers: HostData | NvmlData) -> None:
+        self.answers, self.asked = list(answers), 0
+
+    def __call__(self, readers: object, within: float, options: ReaderOptions) -> list[Reading]:
+        data = self.answers[min(self.asked, len(self.answers) - 1)]
+        self.asked += 1
+        return [Reading("nvml" if isinstance(data, NvmlData) else "host", float(self.asked), data)]
+
+
+@pytest.fixture
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.health.check.PAUSE", 0.0)
+
+
+def dead() -> HostData:
+    mount = host().mounts[0]
+    return host(mounts=(type(mount)(path="/", answers=False, why="did not answer"),))
+
+
+@pytest.mark.usefixtures("_no_pause")
+def test_what_is_no_proof_is_looked_at_again_before_it_condemns() -> None:
+    read = Scripted(dead())
+    assert overall(check_node(Rules(), 5, only=["mounts"], read=read)) is Verdict.FAIL
+    assert read.asked == 3
+
+
+@pytest.mark.usefixtures("_no_pause")
+def test_what_is_not_seen_again_condemns_nobody_and_a_healthy_node_is_looked_at_once() -> None:
+    read = Scripted(dead(), host())
+    assert overall(check_node(Rules(), 5, only=["mounts"], read=read)) is Verdict.WARN
+    assert read.asked == 2
+    healthy = Scripted(host())
+    assert overall(check_node(Rules(), 5, only=["mounts"], read=healthy)) is Verdict.OK
+    assert healthy.asked == 1
+
+
+def test_without_time_to_look_again_it_stays_a_warning() -> None:
+    read = Scripted(dead())
+    assert overall(check_node(Rules(), 0.5, only=["mounts"], read=read)) is Verdict.WARN
+    assert read.asked == 1
+
+
+@pytest.mark.usefixtures("_no_pause")
+def test_gpus_of_the_job_must_be_free_before_it_starts() -> None:
+    used = NvmlData(driver="570", gpus=(gpu(0), gpu(1, processes=(GpuProcess(7, 0, None),), memory_used=2**32)))
+    for vacant, verdict in (((), Verdict.OK), (["0"], Verdict.OK), (["1"], Verdict.FAIL), ([EVERY], Verdict.FAIL)):
+        found = check_node(Rules(), 5, vacant=vacant, only=["gpu_memory", "gpu_processes"], read=Scripted(used))
+        assert overall(found) is verdict
+
+
+def test_slurmd_tells_a_prolog_which_gpus_the_job_has() -> None:
+    assert _of_job("") == ()
+    assert _of_job("0,2-4") == ("0", "2", "3", "4")
+    assert _of_job("GPU-abc") == ()
+
+
+# ── nvidia-ml-py against the stand-in driver ─────────────────────────────────────────────────────────────────────────
+def test_a_driver_that_asks_for_a_reset_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(tmp_path).gpus(8)
+    for name, value in driver.env().items():
+        monkeypatch.setenv(name, value)
+    command = ["health", "check", "--checks", "gpu_count,gpu_recovery_action,gpu_ecc_uncorrected"]
+    assert app.run([*command, *rules(tmp_path, "[expect]\ngpus = 8\n")]) == 0
+    assert app.run([*command, *rules(tmp_path, "[expect]\ngpus = 9\n"), "--prolog"]) == 2
+    driver.set(3, "recovery_action", "node_reboot")
+    assert app.run([*command, "--prolog"]) == 2

@@ -1,0 +1,406 @@
+"""``rrl health report`` and ``rrl health drain-requests``: what is printed, and what may be believed of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.cli import app, health_report, node_drains
+from rrl.cli.views.health_drains import requests_view
+from rrl.cli.views.health_html import chart, page
+from rrl.cli.views.health_report import figure, interval, report_view, to_paste
+from rrl.health.drain_requests import open_requests
+from rrl.health.history_cache import Sources
+from rrl.health.rates import DAY, between
+from rrl.health.report import report
+from rrl.health.report_values import Day, DrainState, Report
+from rrl.manager.cluster.slurm_commands import Ended
+from rrl.manager.history_keeper import own_name
+from rrl.spec.rundir import HISTORY_ENV
+from rrl.tests.cli.pictures import drawn, same_as_kept
+from rrl.tests.health.site import ANNA, BEGAN, acted, began, found, held, told, week, write
+from rrl.tests.lab.slurm import SlurmLab
+
+NOW = BEGAN + 7 * DAY
+SOURCES = Sources(3, 46, 2, ("/history/eve/x.000001.jsonl: it belongs to mallory, not to eve",))
+FOREIGN = DrainState("IDLE+DRAIN", True, "foreign", "fan is loud", "root@2027-01-15T08:00:00")
+OURS = DrainState("MIXED+DRAIN", True, "rrl", "rrl:math-1: gpu: Xid 48", "slurm@2027-01-15T08:00:00")
+ME = own_name()
+
+
+def made(**drains: DrainState) -> Report:
+    return report(week(), BEGAN, NOW, drains)
+
+
+# ── pictures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_table_is_as_it_was_looked_at() -> None:
+    drains = {"n3": DrainState("IDLE"), "n7": FOREIGN, "n5": OURS}
+    whole = made(**drains)
+    same_as_kept("health_report", drawn(report_view(whole, SOURCES, ""), 100) + to_paste(whole))
+
+
+def test_a_site_without_any_failure_is_told_in_a_few_lines() -> None:
+    quiet = report(told(ANNA, "r", began(0, "r", ANNA), held(0, *(f"n{i}" for i in range(1, 65))),
+                        began(DAY, "r", ANNA, 2)), BEGAN, NOW)  # fmt: skip
+    shown = drawn(report_view(quiet, Sources(1, 65, 0, ()), "scontrol cannot be started"), 100)
+    same_as_kept("health_report_quiet", shown)
+
+
+def test_drains_that_are_asked_for_are_shown_with_who_wants_them() -> None:
+    requests = open_requests([*week(), *told(ANNA, "s", acted(DAY, "n9", "asked", by="anna: fan", cause=""))])
+    shown = drawn(requests_view(requests, {"n9": FOREIGN}, "", NOW), 100)
+    same_as_kept("health_drains", shown)
+
+
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [(4, "200 h (95 %: 78.1 to 734)"), (0, "more than 217 h (95 % sure; no failure was seen)")],
+)
+def test_a_mean_is_told_with_its_interval(failures: int, said: str) -> None:
+    assert interval(between(failures, 800.0), " h") == said
+
+
+# ── HTML ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Page(HTMLParser):
+    """Elements, whether each is closed, and everything that would be fetched or run."""
+
+    VOID = ("meta", "rect", "line", "br", "img", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.references: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        fetching = ("src", "href", "action", "data", "xlink:href")
+        fetched = [(name, value) for name, value in attributes if name in fetching or name.startswith("on")]
+        self.references += [f"{name}={value}" for name, value in fetched]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.VOID:
+            return
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.0, "0"), (0.00286, "0.00286"), (3.214, "3.21"), (47.0, "47.0"), (106.38, "106"), (217444.6, "217,000"),
+     (1e-5, "1e-05")],
+)  # fmt: skip
+def test_figures_show_the_digits_that_count(value: float, said: str) -> None:
+    assert figure(value) == said
+
+
+def test_the_page_is_whole_has_plots_and_refers_to_nothing() -> None:
+    text = page(made(n7=FOREIGN), SOURCES, "")
+    read = Page(text)
+    assert read.open == []
+    assert read.references == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(read.seen)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert read.seen.count("svg") == 1 + 5  # a plot, and a bar for each cause
+    assert read.seen.count("rect") > 10
+    for word in ("n3", "106 (95 %: 34.5 to 248)", "fan is loud", "1650924012345", "state=drain"):
+        assert word in " ".join(read.words)
+
+
+def test_what_users_write_stays_text() -> None:
+    evil = '</code><script>alert("x")</script><img src=http://evil onerror=alert(1)>'
+    records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", text=evil, part=evil),
+               acted(6, "n1", "asked", reason=f"rrl:{evil}", said=evil, by=evil)]  # fmt: skip
+    read = Page(page(report(told(ANNA, evil, records), BEGAN, NOW), Sources(1, 1, 0, (evil,)), evil))
+    assert not {"script", "img"} & set(read.seen)
+    assert read.references == []
+    assert evil in "".join(read.words)
+
+
+def test_bars_are_as_high_as_their_numbers_and_stay_inside() -> None:
+    days = [Day(BEGAN + i * DAY, 1.0, {"gpu": i, "node": 2 * i} if i else {}) for i in range(40)]
+    drawn_chart = chart(days)
+    heights = [bar["height"] for bar in drawn_chart["bars"]]
+    assert heights[3] == pytest.approx(2 * heights[2], abs=0.2)
+    assert all(bar["y"] >= 0 and bar["x"] + bar["width"] <= drawn_chart["width"] for bar in drawn_chart["bars"])
+    assert len(drawn_chart["labels"]) <= 10
+    assert chart([])["bars"] == []
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A history of this user, whose runs lie in the last week; nobody asks a cluster."""
+    folder = tmp_path / "history"
+    folder.mkdir()
+    by_run: dict[str, list[Any]] = {}
+    for one in week():
+        by_run.setdefault(one.run, []).append(one.record)
+    for run, records in by_run.items():
+        write(folder, ME, run, [began(0, run, ME), *records[1:]])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(HISTORY_ENV, raising=False)
+    monkeypatch.setattr(health_report, "_now", lambda: NOW)
+    monkeypatch.setattr(node_drains, "look", lambda nodes: {node: DrainState("IDLE") for node in nodes})
+    return folder
+
+
+SINCE = ["--since", "2020-01-01"]
+
+
+def test_the_table_is_printed_with_lines_to_paste(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["health", "report", "--history", str(history), *SINCE]) == 0
+    shown = capsys.readouterr().out
+    assert "5 of infrastructure" in shown
+    assert "\nscontrol update nodename=n3 state=drain reason='rrl:math-1: gpu: Xid 48: double-bit ECC error'\n" in shown
+
+
+def test_the_json_has_stable_names(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["health", "report", "--history", str(history), "--format", "json", *SINCE]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {"report", "sources", "drains_unknown"}
+    assert set(told["report"]) == {"version", "site", "nodes"}
+    same_as_kept("health_report_names", "".join(f"{name}\n" for name in sorted(names(told))))
+
+
+def names(value: Any, before: str = "") -> set[str]:
+    """Every path of the document; lists as one."""
+    if isinstance(value, dict) and before.rpartition(".")[2] not in ("facts", "failures"):
+        return {name for key, one in value.items() for name in names(one, f"{before}.{key}" if before else key)}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return {name for one in value for name in names(one, f"{before}[]")}
+    return {before}
+
+
+def test_one_node_is_told_alone(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["health", "report", "--history", str(history), "--node", "n[3,5]", "--format", "json", *SINCE]) == 0
+    told = json.loads(capsys.readouterr().out)["report"]
+    assert [one["node"] for one in told["nodes"]] == ["n3", "n5"]
+    assert told["site"]["failures"] == 3
+
+
+def test_a_page_is_written_to_a_file_that_others_may_read(history: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    command = ["health", "report", "--history", str(history), "--format", "html", "--output", str(out), *SINCE]
+    assert app.run(command) == 0
+    assert Page(out.read_text()).open == []
+    assert out.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_history_is_found_by_the_sites_variable(
+    history: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(HISTORY_ENV, str(history))
+    assert app.run(["health", "report", *SINCE]) == 0
+    assert "n3" in capsys.readouterr().out
+
+
+def test_where_no_cluster_answers_the_report_says_so(
+    history: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def silent(nodes: list[str]) -> dict[str, DrainState]:
+        raise node_drains.NotAsked("scontrol: no answer within 10 s")
+
+    monkeypatch.setattr(node_drains, "look", silent)
+    assert app.run(["health", "report", "--history", str(history), *SINCE]) == 0
+    assert "drains are not known: scontrol: no answer within 10 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report"], "no history is named"),
+        (["drain-requests"], "no history is named"),
+        (["report", "--history", "/nowhere"], "/nowhere: no such folder of histories"),
+        (["report", "--history", "HERE", "--since", "yore"], '--since "yore" is no time'),
+        (["report", "--history", "HERE", "--since", "2099-01-01"], '--since "2099-01-01" is not in the past'),
+        (["report", "--history", "HERE", "--since", "0d"], '--since "0d" is not in the past'),
+        (["report", "--history", "HERE", "--format", "pdf"], '--format "pdf" is none; there are table, json, html'),
+        (["report", "--history", "HERE", "--node", "n[1-"], "names no nodes"),
+        (["report", "--history", "HERE", "--node", "n[1-999999999]"], "names no nodes"),
+        (["report", "--history", "HERE", "--node", "r[1-9999]n[1-9999]"], "names no nodes"),
+        (["report", "--history", "HERE", "--node", ""], "names no nodes"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(
+    history: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert app.run(["health", *(str(history) if word == "HERE" else word for word in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_of_a_node_that_no_run_had_it_is_said_that_nothing_is_known(
+    history: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(["health", "report", "--history", str(history), "--node", "n3,n[98-99]", *SINCE]) == 0
+    out, err = capsys.readouterr()
+    assert err == "rrl: nothing is known of n[98-99]: no run had it in this time\n"
+    assert "1 node of lab" in out
+
+
+def test_seven_days_are_seven_days(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["health", "report", "--history", str(history), "--since", "7d"]) == 0
+    assert "(7d00h)" in capsys.readouterr().out
+
+
+def test_why_slurm_was_not_asked_is_one_line() -> None:
+    tried = "scontrol: error: resolve_ctls_from_dns_srv: Unknown host\nscontrol: fatal: Could not establish a source\n"
+    assert node_drains._said(Ended(1, "", tried)) == "Could not establish a source"
+
+
+def test_what_is_not_believed_is_said(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(history, "nosuchuser", "r", [began(0, "r", "nosuchuser")])
+    assert app.run(["health", "report", "--history", str(history), *SINCE]) == 0
+    assert "not read:" in capsys.readouterr().err
+
+
+def test_requests_are_listed_as_lines_to_paste(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["health", "drain-requests", "--history", str(history), *SINCE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("n3  gpu")
+    assert lines[-1].startswith("scontrol update nodename=n3 state=drain reason=")
+    assert app.run(["health", "drain-requests", "--history", str(history), "--json", *SINCE]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert (one["node"], one["users"], one["drained"]) == ("n3", [ME], False)
+
+
+def test_a_node_that_was_booted_since_is_not_drained_again(
+    history: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_drains, "look", lambda nodes: {one: DrainState("IDLE", booted=2e9) for one in nodes})
+    common = ["health", "drain-requests", "--history", str(history), *SINCE]
+    assert app.run(common) == 0
+    shown = capsys.readouterr().out
+    assert "after it was asked for" in shown
+    assert "scontrol" not in shown
+    assert app.run([*common, "--apply"]) == 0
+    assert capsys.readouterr().out == "n3: was booted since it was asked for: not drained\n"
+
+
+def test_help_and_mistakes_need_nothing_heavy() -> None:
+    code = (
+        "import sys; from rrl.cli.app import run; run(['health', '--help']); "
+        "print(*sorted({n.partition('.')[0] for n in sys.modules} & {'sqlite3', 'jinja2', 'prometheus_client', 'torch',"
+        " 'zmq', 'ClusterShell'}), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "drain-requests" in done.stdout
+    assert done.stderr.strip() == ""
+
+
+# ── a real Slurm ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def command(lab: SlurmLab, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As whoever runs these tests, who runs this Slurm: its administrator."""
+    rrl = str(Path(sys.executable).parent / "rrl")
+    env = {**os.environ, **lab.environment(), "XDG_CACHE_HOME": str(cache)}
+    env["PATH"] = f"{lab.environment()['PATH']}:{os.environ['PATH']}"
+    return subprocess.run([rrl, "health", *arguments], env=env, capture_output=True, text=True, timeout=120)
+
+
+def asked(folder: Path, *nodes: str) -> None:
+    reason = "rrl:math-1: gpu: it's Xid 48"
+    records = [acted(i, node, "asked", reason=reason, said="no rights") for i, node in enumerate(nodes)]
+    write(folder, ME, "math-1", [began(0, "math-1", ME), *records])
+
+
+def reason_of(lab: SlurmLab, node: str) -> str:
+    return lab.slurm("sinfo", "-h", "-n", node, "-o", "%T %E").strip()
+
+
+def test_an_administrator_has_the_drains_made(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    lab, folder = slurm_lab, tmp_path / "history"
+    folder.mkdir()
+    lab.clear()
+    asked(folder, "n2", "n3", "n99")
+    common = ("--history", str(folder), *SINCE)
+    lab.slurm("scontrol", "update", "nodename=n3", "state=drain", "reason=fan is loud")
+    try:
+        shown = command(lab, tmp_path, "drain-requests", *common)
+        assert shown.returncode == 0, shown.stderr
+        assert "foreign: fan is loud" in shown.stdout
+        assert "nodename=n3 " not in shown.stdout
+        done = command(lab, tmp_path, "drain-requests", "--apply", *common)
+        assert done.returncode == 1  # n99 is none
+        assert done.stdout.splitlines() == [
+            "n3: is drained already: fan is loud", "n2: drained: rrl:math-1: gpu: it's Xid 48",
+            "n99: not drained: not known to Slurm",
+        ]  # fmt: skip
+        assert reason_of(lab, "n2") == "drained rrl:math-1: gpu: it's Xid 48"
+        assert reason_of(lab, "n3") == "drained fan is loud"
+        told = json.loads(command(lab, tmp_path, "report", "--format", "json", *common).stdout)["report"]["nodes"]
+        assert {one["node"]: one["drain"]["whose"] for one in told} == {"n2": "rrl", "n3": "foreign", "n99": ""}
+        asked(folder, "n4")
+        again = command(lab, tmp_path, "drain-requests", "--apply", *common)  # two of five are away already
+        assert again.returncode == 1
+        assert "n4: not drained: 2 of 5 nodes are down or drained already" in again.stdout
+        assert reason_of(lab, "n4").startswith("idle")
+    finally:
+        for node in ("n2", "n3", "n4"):
+            lab.slurm("scontrol", "update", f"nodename={node}", "state=undrain")
+        lab.clear()
+
+
+def test_one_command_drains_few_nodes_and_a_pasted_line_does_as_it_says(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    lab, folder = slurm_lab, tmp_path / "history"
+    folder.mkdir()
+    lab.clear()
+    asked(folder, "n1", "n2")
+    common = ("--history", str(folder), *SINCE)
+    try:
+        lines = [line for line in command(lab, tmp_path, "drain-requests", *common).stdout.splitlines()
+                 if line.startswith("scontrol")]  # fmt: skip
+        env = {**os.environ, **lab.environment()}
+        subprocess.run(["bash", "-c", lines[0]], env=env, check=True, timeout=60)  # as an administrator pastes it
+        assert reason_of(lab, "n1") == "drained rrl:math-1: gpu: it's Xid 48"
+        lab.slurm("scontrol", "update", "nodename=n1", "state=undrain")
+        done = command(lab, tmp_path, "drain-requests", "--apply", *common)
+        assert done.returncode == 1
+        assert "n1: drained: " in done.stdout
+        assert "n2: not drained: 1 were drained by this command" in done.stdout
+    finally:
+        for node in ("n1", "n2"):
+            lab.slurm("scontrol", "update", f"nodename={node}", "state=undrain")
+        lab.clear()
+
+
+def test_who_may_not_drain_is_told_so(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    lab = slurm_lab
+    folder = lab.home / "history"
+    rrl = str(Path(sys.executable).parent / "rrl")
+    code = (
+        "from pathlib import Path; from rrl.tests.health.site import *; import sys; user = sys.argv[2]; "
+        "write(Path(sys.argv[1]), user, 'r', [began(0, 'r', user), acted(1, 'n2', 'asked', reason='rrl:r:x')])"
+    )
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o1777)
+    lab.run_as_user([sys.executable, "-c", code, str(folder), lab.user or ME])
+    done = lab.run_as_user([rrl, "health", "drain-requests", "--apply", "--history", str(folder), *SINCE], check=False)
+    if lab.user:  # else it is this Slurm's own user
+        assert done.returncode == 1
+        assert "n2: not drained: we may not drain nodes here" in done.stdout
+        assert reason_of(lab, "n2").startswith("idle")

@@ -1,0 +1,125 @@
+"""A node in virtual time whose readings are made up: what is judged of it is real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rrl.health.hardware import judge
+from rrl.health.readings import (
+    DcgmData,
+    FabricData,
+    FabricPort,
+    Gpu,
+    GpuXid,
+    HostData,
+    KernelData,
+    KernelEvent,
+    Mount,
+    NvLink,
+    NvmlData,
+    Reading,
+)
+from rrl.health.seen import Seen
+from rrl.spec.health_checks import Rules
+from rrl.spec.words import Finding, NodeName, Verdict
+
+NODE = NodeName("n1")
+FIELDS: dict[str, Any] = {
+    "name": "NVIDIA H100", "vbios": "96.00", "recovery_action": "none", "ecc_volatile_corrected": 0,
+    "ecc_volatile_uncorrected": 0, "ecc_aggregate_corrected": 0, "ecc_aggregate_uncorrected": 0,
+    "remapped_corrected": 0, "remapped_uncorrected": 0, "remap_pending": False, "remap_failed": False,
+    "temperature": 50, "temperature_slowdown": 87, "temperature_memory": 60, "temperature_memory_max": 95,
+    "clock_reasons": (),
+    "clock_sm": 1900, "clock_sm_max": 1980, "utilization": 90, "memory_used": 0, "memory_total": 80 * 2**30,
+    "processes": (), "pcie_replays": 7, "pcie_gen": 5, "pcie_gen_max": 5, "pcie_width": 16, "pcie_width_max": 16,
+    "fabric_state": "completed", "fabric_status": "success", "retired_corrected": 0, "retired_uncorrected": 0,
+    "retired_pending": False,
+}  # fmt: skip
+LINKS = tuple(NvLink(link=i, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for i in range(4))
+
+
+def gpu(index: int, **fields: Any) -> Gpu:
+    named = {"uuid": f"GPU-{index}", "pci": f"0000:{index:02x}:00", "nvlinks": LINKS}
+    return Gpu(index=index, **{**named, **FIELDS, **fields})
+
+
+def port(device: str = "mlx5_0", **fields: Any) -> FabricPort:
+    given: dict[str, Any] = {"state": "ACTIVE", "physical": "LinkUp", "link_layer": "InfiniBand", **fields}
+    return FabricPort(device=device, port=1, **given)
+
+
+def host(**fields: Any) -> HostData:
+    given: dict[str, Any] = {
+        "mounts": (Mount(path="/", answers=True, filesystem="ext4", used=0.2, inodes_used=0.1),),
+        "memory_total": 512 * 2**30, "memory_available": 400 * 2**30, "clock_source": "tsc", "oom_kills": 3,
+        "governor": "performance",
+    }  # fmt: skip
+    return HostData(**{**given, **fields})
+
+
+class LookedAt:
+    """``reads`` takes a reading, looks, and lets a second pass; what is found is kept in ``found``."""
+
+    def __init__(self, rules: Rules = Rules()) -> None:
+        self.rules, self.seen, self.now = rules, Seen(rules.xid.burst), 1000.0
+        self.found: list[Finding] = []
+
+    def reads(self, *data: Any, times: int = 1, every: float = 1.0) -> LookedAt:
+        for _ in range(times):
+            for one in data:
+                self.seen.add(Reading(_reader(one), self.now, one))
+            self.looks()
+            self.now += every
+        return self
+
+    def cannot(self, reader: str, state: Any = "hung", why: str = "did not answer within 10 s") -> LookedAt:
+        self.seen.add(Reading(reader, self.now, None, state, why))
+        self.looks()
+        self.now += 1
+        return self
+
+    def gpus(self, *gpus: Gpu, times: int = 1, every: float = 1.0, xids: tuple[GpuXid, ...] = ()) -> LookedAt:
+        """GPUs 0 and 1, with these in their places."""
+        there = {**{i: gpu(i) for i in range(2)}, **{one.index: one for one in gpus}}
+        return self.reads(NvmlData(driver="570.1", gpus=tuple(there.values()), xids=xids), times=times, every=every)
+
+    def log(self, *events: KernelEvent) -> LookedAt:
+        return self.reads(KernelData(events=events))
+
+    def xid(self, code: int, index: int = 0, text: str = "", age: float = 0.0) -> LookedAt:
+        line = f"NVRM: Xid (PCI:0000:{index:02x}:00): {code}, {text}"
+        return self.log(KernelEvent(kind="xid", text=line, xid=code, pci=f"0000:{index:02x}:00", age=age))
+
+    def passes(self, seconds: float) -> LookedAt:
+        self.now += seconds
+        return self
+
+    def looks(self) -> LookedAt:
+        self.found = judge(self.seen, NODE, self.rules, self.now)
+        return self
+
+    def of(self, detector: str) -> list[Finding]:
+        return [one for one in self.found if one.detector == detector]
+
+    def one(self, detector: str) -> Finding:
+        (found,) = self.of(detector)
+        return found
+
+    def verdict(self, detector: str) -> Verdict:
+        """The worst."""
+        found = {one.verdict for one in self.of(detector)}
+        return next(v for v in (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK) if v in found)
+
+    def text(self, detector: str) -> str:
+        return "\n".join(evidence.text for one in self.of(detector) for evidence in one.evidence)
+
+
+def _reader(data: Any) -> str:
+    names: dict[type, str] = {
+        NvmlData: "nvml",
+        DcgmData: "dcgm",
+        KernelData: "kernel",
+        FabricData: "fabric",
+        HostData: "host",
+    }
+    return names[type(data)]

@@ -1,0 +1,70 @@
+"""For tests of the NVML reader: in this process, or in one of its own where the loader must look anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from rrl.health.readings import Gpu, NvmlData
+
+SECONDS = 60.0
+"""for a process to read once; only a broken build takes that long"""
+
+PROGRAM = """
+import sys, msgspec
+from rrl.health.readers import Absent, Denied, ReaderOptions
+from rrl.health.readers.nvml import NvmlReader
+
+reader = NvmlReader(ReaderOptions())
+for line in sys.stdin:
+    try:
+        said = msgspec.json.encode(reader.read()).decode()
+    except (Absent, Denied, RuntimeError) as error:
+        said = f"{type(error).__name__}: {error}"
+    print(said, flush=True)
+reader.close()
+"""
+
+
+def start(environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A process that reads once for each line it is given, and says the reading or the error in one line."""
+    env = {name: value for name, value in os.environ.items() if name not in ("LD_LIBRARY_PATH", "RRL_FAKE_NVML")}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env={**env, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said_in_child(environ: Mapping[str, str]) -> str:
+    """What one read in a process of its own gives."""
+    process = start(environ)
+    said, _ = process.communicate("read\n", timeout=SECONDS)
+    assert process.returncode == 0
+    return said.strip()
+
+
+def read_in_child(environ: Mapping[str, str]) -> NvmlData:
+    return msgspec.json.decode(said_in_child(environ), type=NvmlData)
+
+
+def unread_or_told(gpu: Gpu, healthy: Gpu) -> list[str]:
+    """What is wrong with a reading of which a part could not be read: a value that is neither as it was nor missing
+    with a reason. Empty: nothing."""
+    wrong = []
+    for field in Gpu.__struct_fields__:
+        value = getattr(gpu, field)
+        if field in ("unread", "lost") or value == getattr(healthy, field):
+            continue
+        if field == "nvlinks" and value is not None and any(name.startswith("nvlinks.") for name in gpu.unread):
+            continue  # one part of each link
+        missing = value in (None, "") and bool(gpu.unread.get(field))
+        if not missing:
+            wrong.append(f"{field} = {value!r}, unread {gpu.unread.get(field)!r}")
+    return wrong

@@ -1,0 +1,316 @@
+"""DCGM: a dcgm-exporter's page, and what dcgmi writes, both as the real ones do (sources: the module of the reader)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.health.readers import Absent, ReaderOptions, command, dcgm
+from rrl.health.readers.dcgm import DcgmReader
+from rrl.health.readers.dcgm_text import NotUnderstood, diag, health
+from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident
+from rrl.tests.lab.dcgm.exporter import Exporter, exporter, labels, page
+
+FAKE = str(Path(__file__).parents[2] / "lab" / "dcgm" / "fake_dcgmi")
+UUID = "GPU-aaaa"
+OTHER = "GPU-bbbb"
+GPUS = {0: UUID, 1: OTHER}
+NOT_INSTALLED = "/nowhere/dcgmi"
+
+
+@pytest.fixture
+def metrics() -> Iterator[Exporter]:
+    with exporter() as made:
+        made.text = page(GPUS)
+        yield made
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the fake dcgmi."""
+    monkeypatch.setenv("RRL_FAKE_DCGMI", str(tmp_path))
+    return tmp_path
+
+
+def read(metrics: Exporter, dcgmi: str = NOT_INSTALLED, **more: Any) -> DcgmData:
+    return DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=dcgmi, **more)).read()
+
+
+def xid(index: int, uuid: str, code: int, count: int) -> str:
+    more = f',window_size_in_ms="300000",xid="{code}"'
+    return f"DCGM_EXP_XID_ERRORS_COUNT{labels(index, uuid, more)} {count}"
+
+
+# ── exporter ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_metrics_are_told_by_gpu(metrics: Exporter) -> None:
+    metrics.text = page(
+        GPUS,
+        f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID)} 0.421",
+        f"DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{labels(1, OTHER)} 2",
+        f"DCGM_FI_DEV_ROW_REMAP_FAILURE{labels(1, OTHER)} 1",
+        f"DCGM_FI_DEV_ROW_REMAP_FAILURE{labels(0, UUID)} 0",
+    )
+    data = read(metrics)
+    assert data.gpus == (
+        DcgmGpu(uuid=UUID, index=0, tensor_active=0.421, remap_failed=False),
+        DcgmGpu(uuid=OTHER, index=1, ecc_volatile_uncorrected=2, remap_failed=True),
+    )
+    assert data.unread == {"health": "/nowhere/dcgmi is not installed"}
+    assert metrics.asked == ["GET /metrics HTTP/1.0"]
+
+
+def test_the_gauge_of_the_last_xid_is_not_counted(metrics: Exporter) -> None:
+    metrics.text = page(GPUS, f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID)} 0", last_xid=79)
+    assert [gpu.xid_counts for gpu in read(metrics).gpus] == [{}]
+
+
+def test_xids_of_a_moving_window_add_up_to_totals(metrics: Exporter) -> None:
+    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=NOT_INSTALLED))
+    totals = []
+    for count in (2, 3, 1, 0, 1):  # in the window: two, one more, the first two leave, all left, a new one
+        metrics.text = page(GPUS, *([xid(0, UUID, 31, count)] if count else []), xid(1, OTHER, 13, 1))
+        totals.append(next((gpu.xid_counts for gpu in reader.read().gpus if gpu.uuid == UUID), None))
+    assert totals == [{31: 2}, {31: 3}, {31: 3}, None, {31: 4}]
+
+
+def test_where_the_exporter_has_a_true_counter_of_xids_the_window_is_not_added_to_it(metrics: Exporter) -> None:
+    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=NOT_INSTALLED))
+    totals = []
+    for total, window in ((2, 2), (3, 1), (3, 0)):
+        which = labels(0, UUID, ',xid="31"')
+        counter = f"DCGM_EXP_XID_ERRORS_TOTAL{which} {total}"
+        metrics.text = page(GPUS, counter, *([xid(0, UUID, 31, window)] if window else []))
+        totals.append(next(gpu.xid_counts for gpu in reader.read().gpus if gpu.uuid == UUID))
+    assert totals == [{31: 2}, {31: 3}, {31: 3}]
+
+
+def test_of_a_gpu_in_instances_the_busiest_counts(metrics: Exporter) -> None:
+    lines = (f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(0, UUID, f",GPU_I_ID={i!r}".replace(chr(39), chr(34)))} 0.{i}'
+             for i in ("1", "7", "3"))  # fmt: skip
+    metrics.text = page(GPUS, *lines)
+    assert [gpu.tensor_active for gpu in read(metrics).gpus] == [0.7]
+
+
+@pytest.mark.parametrize("bad", [
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{gpu=\"0\",UUID=\"GPU-aaaa\"} NaN",
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aaaa\"} 9223372036854775794",
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aaaa\"} many",
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aaaa\"}",
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{gpu=\"0\",UUID=\"GPU-aa",
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL 5",
+    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL_NEW{gpu=\"0\",UUID=\"GPU-aaaa\"} 5",
+    "\x00\x01{",
+])  # fmt: skip
+def test_lines_without_sense_and_blank_values_are_passed_over(metrics: Exporter, bad: str) -> None:
+    metrics.text = page(GPUS, bad, f"DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{labels(1, OTHER)} 1 1700000000000")
+    assert [(gpu.uuid, gpu.ecc_volatile_uncorrected) for gpu in read(metrics).gpus] == [(OTHER, 1)]
+
+
+def test_labels_may_hold_what_they_like(metrics: Exporter) -> None:
+    more = r',pod="a}b,c=\"d\" {",err_msg="x\\y"'
+    metrics.text = page(GPUS, f"DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{labels(0, UUID, more)} 4")
+    assert [gpu.ecc_volatile_uncorrected for gpu in read(metrics).gpus] == [4]
+
+
+def test_an_exporter_that_hangs_is_unread_in_time(
+    metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcgm, "_EXPORTER_WITHIN", 0.3)
+    metrics.silent.set()
+    data = read(metrics, FAKE)
+    assert data.unread["exporter"] == f"{metrics.url} did not answer within 0.3 s"
+
+
+def test_an_exporter_in_trouble_is_unread_with_what_it_says(metrics: Exporter, said: Path) -> None:
+    metrics.status = "500 Internal Server Error"
+    assert read(metrics, FAKE).unread["exporter"] == f"{metrics.url}: HTTP/1.0 500 Internal Server Error"
+
+
+def test_with_neither_exporter_nor_dcgmi_there_is_nothing_to_read() -> None:
+    reader = DcgmReader(ReaderOptions(exporter="http://127.0.0.1:1/metrics", dcgmi=NOT_INSTALLED))
+    with pytest.raises(Absent, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: Connection refused\)"):
+        reader.read()
+
+
+def test_only_plain_http_is_read() -> None:
+    with pytest.raises(Absent, match="only http://"):
+        DcgmReader(ReaderOptions(exporter="https://127.0.0.1/metrics", dcgmi=NOT_INSTALLED)).read()
+
+
+# ── dcgmi health ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def report(**groups: dict[str, dict[str, tuple[str, list[str]]]]) -> str:
+    """As Health.cpp builds it: group → entity → system → (health, pieces of the message)."""
+    body: dict[str, Any] = {"Overall Health": {"value": "Failure" if groups else "Healthy"}}
+    for group, entities in groups.items():
+        body[group] = {"children": {
+            entity: {"value": "Failure", "children": {"Errors": {"children": {
+                system: {"value": value, "overflow": pieces} for system, (value, pieces) in systems.items()
+            }}}} for entity, systems in entities.items()
+        }}  # fmt: skip
+    return json.dumps({"header": ["Health Monitor Report"], "body": body})
+
+
+def test_a_healthy_node_has_no_incidents() -> None:
+    assert health(report(), {}) == ()
+
+
+def test_incidents_are_told_by_gpu_and_system_with_the_code_of_their_message() -> None:
+    text = report(GPU={
+        "0": {"Memory system": ("Failure", ["Detected 3 volatile double-bit ECC error(s) in GPU", "0."])},
+        "1": {"NVLINK system": ("Warning", ["GPU 1's NvLink link 3 is currently down"])},
+        "2": {"Thermal system": ("Warning", ["something that a later DCGM says"])},
+    })  # fmt: skip
+    assert health(text, {"0": UUID}) == (
+        DcgmIncident(UUID, "Memory", "VOLATILE_DBE_DETECTED", "fail",
+                     "Detected 3 volatile double-bit ECC error(s) in GPU 0."),
+        DcgmIncident("1", "NVLINK", "NVLINK_DOWN", "warn", "GPU 1's NvLink link 3 is currently down"),
+        DcgmIncident("2", "Thermal", "", "warn", "something that a later DCGM says"),
+    )  # fmt: skip
+
+
+def test_messages_that_were_strung_together_are_an_incident_each() -> None:
+    said = ["GPU 0 had uncorrectable memory errors and row remapping failed., GPU had an",
+            "uncontained error (XID 95)"]  # fmt: skip
+    found = health(report(GPU={"0": {"Memory system": ("Failure", said)}}), {})
+    assert {incident.code for incident in found} == {"ROW_REMAP_FAILURE", "UNCONTAINED_ERROR"}
+
+
+def test_an_incident_of_a_switch_is_of_no_gpu() -> None:
+    (found,) = health(
+        report(Switch={"2": {"NVLINK system": ("Failure", ["Detected fatal errors on NvSwitch 2 link 7"])}}), {}
+    )
+    assert (found.gpu, found.system, found.code) == ("", "Switch 2 NVLINK", "NVSWITCH_FATAL_ERROR")
+
+
+def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Exporter, said: Path) -> None:
+    (said / "health").write_text(report(GPU={"1": {"PCIe system": ("Warning", ["x"])}}))
+    metrics.text = page(GPUS, f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(1, OTHER)} 0.5")
+    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=FAKE))
+    for _ in range(3):
+        data = reader.read()
+        assert [(incident.gpu, incident.system) for incident in data.incidents] == [(OTHER, "PCIe")]
+        assert data.unread == {}
+    assert (said / "calls").read_text() == "health -c -j\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["Error: Health watches not enabled. Please enable watches. ", "", "{}", "[1", '{"body": 3}']
+)
+def test_what_is_no_report_is_unread(text: str) -> None:
+    with pytest.raises(NotUnderstood):
+        health(text, {})
+
+
+def test_a_host_engine_that_is_away_is_unread_with_what_dcgmi_says(metrics: Exporter, said: Path) -> None:
+    why = read(metrics, FAKE).unread["health"]
+    assert why == "health -c: Error: unable to establish a connection to the specified host: localhost"
+
+
+@pytest.mark.parametrize("how", ["", "deaf"])
+def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
+    metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(dcgm, "_HEALTH_WITHIN", 1.0)
+    monkeypatch.setattr(command, "TERM_WITHIN", 1.0)
+    (said / "hang").write_text(how)
+    assert read(metrics, FAKE).unread["health"] == "fake_dcgmi did not answer within 1 s"
+    assert (said / "signals").read_text() == "SIGTERM\n"
+
+
+_READS = """
+import sys
+from rrl.health.readers import ReaderOptions
+from rrl.health.readers.dcgm import DcgmReader
+DcgmReader(ReaderOptions(exporter="http://127.0.0.1:1/", dcgmi=sys.argv[1])).read()
+"""
+
+
+def test_dcgmi_is_asked_to_end_when_the_reader_is_killed(said: Path) -> None:
+    (said / "hang").touch()
+    with subprocess.Popen([sys.executable, "-c", _READS, FAKE]) as reader:
+        _until(lambda: (said / "calls").exists())
+        os.kill(reader.pid, signal.SIGKILL)
+    _until(lambda: (said / "signals").exists())
+    assert (said / "signals").read_text() == "SIGTERM\n"
+
+
+def _until(done: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ── dcgmi diag ───────────────────────────────────────────────────────────────────────────────────────────────────────
+PERSISTENCE = {
+    "error_category": 8, "error_id": 29, "error_severity": 5,
+    "warning": 'Persistence Mode: Persistence mode for GPU 0 is disabled. Enable it by running "nvidia-smi -pm 1".',
+}  # fmt: skip
+
+
+def document(name: str, *results: dict[str, Any], top: str = "DCGM Diagnostic") -> str:
+    """As DCGM 4.2.3 wrote it."""
+    test = {"name": name, "results": results, "test_summary": {"status": "Fail"}}
+    return json.dumps({
+        top: {"test_categories": [{"category": "Deployment", "tests": [test]}]},
+        "entity_groups": [{"entity_group": "GPU", "entity_group_id": 1, "entities": [{"entity_id": 0}]}],
+        "metadata": {"Driver Version Detected": "580.82.09", "version": "4.2.3"},
+    })  # fmt: skip
+
+
+def test_a_failed_test_of_dcgm_4_is_told_with_its_code() -> None:
+    memory = {"error_id": 52, "error_severity": 2, "warning": "Found 3 faulty memory elements on GPU 1"}
+    text = document(
+        "memory", {"entity_group": "GPU", "entity_id": 0, "status": "Pass"},
+        {"entity_group": "GPU", "entity_id": 1, "status": "Fail", "warnings": [memory]},
+    )  # fmt: skip
+    assert diag(text, {"1": OTHER}) == (
+        DcgmIncident(OTHER, "memory", "FAULTY_MEMORY", "fail", "Found 3 faulty memory elements on GPU 1", "diag"),
+    )
+
+
+def test_a_setting_of_the_node_is_a_warning_and_no_failure() -> None:
+    (found,) = diag(document("software", {"entity_group": "GPU", "entity_id": 0, "status": "Fail",
+                                          "warnings": [PERSISTENCE]}), {})  # fmt: skip
+    assert (found.code, found.severity, found.gpu) == ("PERSISTENCE_MODE", "warn", "0")
+
+
+def test_a_failed_test_of_dcgm_3_is_told_for_each_of_its_gpus() -> None:
+    text = "Successfully ran diagnostic for group.\n" + document(
+        "PCIe", {"gpu_ids": "0,1", "status": "Fail", "warnings": [{"warning": "more than 8 PCIe replays per minute"}]},
+        top="DCGM GPU Diagnostic",
+    )  # fmt: skip
+    assert [(found.gpu, found.code) for found in diag(text, {})] == [("0", "PCI_REPLAY_RATE"), ("1", "PCI_REPLAY_RATE")]
+
+
+def test_a_test_that_failed_without_a_word_is_a_failure_all_the_same() -> None:
+    (found,) = diag(document("memory", {"entity_group": "GPU", "entity_id": 0, "status": "Fail"}), {})
+    assert (found.severity, found.text) == ("fail", "failed")
+
+
+def test_a_diagnostic_that_could_not_run_is_unread_with_its_reason(metrics: Exporter, said: Path) -> None:
+    (said / "diag").write_text(json.dumps({"DCGM Diagnostic": {"runtime_error": "another diagnostic is running"}}))
+    (said / "health").write_text(report())
+    assert read(metrics, FAKE, diag=True).unread == {"diag": "diag -r: another diagnostic is running"}
+
+
+def test_the_diagnostic_runs_once_and_only_where_asked_for(metrics: Exporter, said: Path) -> None:
+    (said / "health").write_text(report())
+    failed = {"entity_group": "GPU", "entity_id": 0, "status": "Fail", "warnings": [PERSISTENCE]}
+    (said / "diag").write_text(document("software", failed))
+    assert read(metrics, FAKE).incidents == ()
+    assert (said / "calls").read_text() == "health -c -j\n"
+    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=FAKE, diag=True))
+    assert reader.within > dcgm._DIAG_WITHIN
+    for _ in range(2):
+        assert [(found.source, found.system) for found in reader.read().incidents] == [("diag", "software")]
+    assert (said / "calls").read_text().splitlines()[1:] == ["health -c -j", "diag -r 1 -j"]

@@ -1,0 +1,124 @@
+"""InfiniBand and RoCE ports in a planted sysfs, laid out as mlx5's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rrl.health.readers import Absent, Denied, ReaderOptions
+from rrl.health.readers.fabric import FabricReader
+
+_COUNTERS = {"symbol_error": "7", "link_downed": "1", "port_rcv_errors": "0", "port_xmit_wait": "N/A (no PMA)"}
+_HW = {"rnr_nak_retry_err": "2", "roce_slow_restart": "30", "local_ack_timeout_err": "0", "lifespan": "12"}
+
+
+def plant(folder: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text + "\n")
+
+
+def device(root: Path, name: str, *, state: str = "4: ACTIVE", layer: str = "InfiniBand", net: str = "") -> None:
+    port = f"sys/class/infiniband/{name}/ports/1"
+    plant(root, {
+        f"{port}/state": state, f"{port}/phys_state": "5: LinkUp", f"{port}/rate": "400 Gb/sec (4X NDR)",
+        f"{port}/link_layer": layer,
+        **{f"{port}/counters/{file}": text for file, text in _COUNTERS.items()},
+        **{f"{port}/hw_counters/{file}": text for file, text in _HW.items()},
+    })  # fmt: skip
+    if net:
+        plant(root, {
+            f"{port}/gid_attrs/ndevs/0": net,
+            f"sys/class/infiniband/{name}/device/net/{net}/carrier_changes": "3",
+        })  # fmt: skip
+
+
+def reader(root: Path) -> FabricReader:
+    return FabricReader(ReaderOptions(sysfs=str(root / "sys"), dev=str(root / "dev")))
+
+
+def test_a_port_is_told_with_all_its_counters(tmp_path: Path) -> None:
+    device(tmp_path, "mlx5_0")
+    (port,) = reader(tmp_path).read().ports
+    assert (port.device, port.port, port.state, port.physical) == ("mlx5_0", 1, "ACTIVE", "LinkUp")
+    assert (port.rate, port.link_layer) == (400.0, "InfiniBand")
+    assert port.counters["symbol_error"] == 7
+    assert port.counters["rnr_nak_retry_err"] == 2
+    assert "port_xmit_wait" not in port.counters  # the device does not count it
+    assert "carrier_changes" not in port.counters
+    assert port.unread == {}
+
+
+def test_a_roce_port_brings_the_carrier_changes_of_its_interface(tmp_path: Path) -> None:
+    device(tmp_path, "mlx5_2", layer="Ethernet", net="ens1f0np0")
+    (port,) = reader(tmp_path).read().ports
+    assert port.counters["carrier_changes"] == 3
+
+
+def test_of_two_ports_each_has_the_interface_of_its_own_number(tmp_path: Path) -> None:
+    for number, changes in ((1, "5"), (2, "9")):
+        port = f"sys/class/infiniband/mlx4_0/ports/{number}"
+        net = f"sys/class/infiniband/mlx4_0/device/net/ib{number}"
+        plant(
+            tmp_path,
+            {f"{port}/state": "4: ACTIVE", f"{net}/dev_port": str(number - 1), f"{net}/carrier_changes": changes},
+        )
+    first, second = reader(tmp_path).read().ports
+    assert (first.counters["carrier_changes"], second.counters["carrier_changes"]) == (5, 9)
+
+
+def test_a_port_that_is_down_says_so(tmp_path: Path) -> None:
+    device(tmp_path, "mlx5_1", state="1: DOWN")
+    assert reader(tmp_path).read().ports[0].state == "DOWN"
+
+
+def test_what_a_device_does_not_tell_is_unread_with_its_reason(tmp_path: Path) -> None:
+    plant(tmp_path, {"sys/class/infiniband/efa_0/ports/1/rate": "unknown"})
+    (port,) = reader(tmp_path).read().ports
+    assert (port.state, port.rate, port.counters) == (None, None, {})
+    assert port.unread["state"] == port.unread["hw_counters"] == "not supported"
+    assert port.unread["rate"] == "no number: 'unknown'"
+
+
+def test_a_counter_that_fails_is_unread_and_the_others_are_told(tmp_path: Path) -> None:
+    device(tmp_path, "mlx5_0")
+    bad = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters/link_downed"
+    bad.unlink()
+    bad.symlink_to("/proc/self/mem")  # reads of its beginning fail with EIO, as those of a dead device do
+    (port,) = reader(tmp_path).read().ports
+    assert "link_downed" not in port.counters
+    assert port.unread["link_downed"] == "Input/output error"
+    assert port.counters["symbol_error"] == 7
+
+
+def test_a_character_device_that_is_missing_is_named_but_not_the_subnet_managers(tmp_path: Path) -> None:
+    device(tmp_path, "mlx5_0")
+    for name in (
+        "infiniband_verbs/uverbs0",
+        "infiniband_verbs/uverbs1",
+        "infiniband_mad/umad0",
+        "infiniband_mad/issm0",
+    ):
+        (tmp_path / "sys/class" / name).mkdir(parents=True)
+    (tmp_path / "sys/class/infiniband_verbs/abi_version").write_text("6\n")
+    plant(tmp_path, {"dev/infiniband/uverbs0": "", "dev/infiniband/umad0": ""})
+    assert reader(tmp_path).read().missing_char_devices == ("uverbs1",)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_node_without_a_device_is_absent(tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "sys/class/infiniband").mkdir(parents=True)
+    with pytest.raises(Absent, match="no InfiniBand or RoCE device"):
+        reader(tmp_path).read()
+
+
+def test_a_sysfs_that_is_kept_from_us_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: str) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refused)  # root may list everything
+    with pytest.raises(Denied, match="not permitted"):
+        reader(tmp_path).read()

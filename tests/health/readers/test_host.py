@@ -1,0 +1,261 @@
+"""The host: mounts that hang, processes that are stuck, and what /proc and /sys tell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.health.readers import ReaderOptions, host, mounts
+from rrl.health.readers.host import HostReader
+from rrl.health.readers.mounts import Mounts
+from rrl.spec.processes import descendants
+
+WITHIN = 60.0
+_LOOK = 0.02
+_FIGURES = mounts._figures
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left() -> Iterator[None]:
+    before = {process.pid for process in descendants(os.getpid())}
+    yield
+    assert [one for one in descendants(os.getpid()) if one.pid not in before] == []
+
+
+@contextlib.contextmanager
+def looking(*paths: Path | str, within: float = WITHIN) -> Iterator[Mounts]:
+    made = Mounts([str(path) for path in paths], within)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A path whose file system does not answer as long as there is a file ``dead.away`` beside it. The process that
+    looks at it is a fork of ours, so this reaches it."""
+    path, away = tmp_path / "dead", tmp_path / "dead.away"
+    path.mkdir()
+    away.touch()
+
+    def figures(of: str) -> mounts._Seen:
+        while of == str(path) and away.exists():
+            time.sleep(_LOOK)
+        return _FIGURES(of)
+
+    monkeypatch.setattr(mounts, "_figures", figures)
+    return path
+
+
+# ── mounts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_mount_that_answers_tells_its_file_system_and_its_fill(tmp_path: Path) -> None:
+    with looking(tmp_path, "/proc") as mounts_:
+        here, proc = mounts_.look()
+    assert here.answers
+    assert here.used is not None
+    assert 0 <= here.used <= 1
+    assert (proc.answers, proc.filesystem, proc.used) == (True, "proc", None)  # of no size
+
+
+def test_a_path_that_is_not_there_does_not_answer_and_says_why(tmp_path: Path) -> None:
+    with looking(tmp_path / "nowhere") as mounts_:
+        (mount,) = mounts_.look()
+    assert (mount.answers, mount.why) == (False, "No such file or directory")
+
+
+def test_a_dead_mount_holds_up_one_look_and_no_other_mount(dead: Path, tmp_path: Path) -> None:
+    with looking(dead, tmp_path, within=0.5) as mounts_:
+        for _ in range(3):
+            gone, there = mounts_.look()
+            assert (gone.answers, gone.why) == (False, "did not answer within 0.5 s")
+            assert there.answers
+        assert len([1 for one in descendants(os.getpid()) if one.parent == os.getpid()]) == 1  # not one more each look
+
+
+def test_a_mount_that_comes_back_answers_again(dead: Path) -> None:
+    with looking(dead, within=0.3) as mounts_:
+        assert not mounts_.look()[0].answers
+        (dead.parent / "dead.away").unlink()
+        deadline = time.monotonic() + WITHIN
+        while not mounts_.look()[0].answers:
+            assert time.monotonic() < deadline
+            time.sleep(_LOOK)
+
+
+def test_the_process_that_looks_at_a_dead_mount_ends_with_the_reader(dead: Path) -> None:
+    read, write = os.pipe()
+    reader = os.fork()
+    if reader == 0:  # a reader's process, killed while it waits
+        os.close(read)
+        try:
+            Mounts([str(dead)], WITHIN).look()
+        finally:
+            os._exit(1)
+    os.close(write)
+    deadline = time.monotonic() + WITHIN
+    while not (below := [one.pid for one in descendants(reader)]):
+        assert time.monotonic() < deadline
+        time.sleep(_LOOK)
+    os.kill(reader, signal.SIGKILL)
+    os.waitpid(reader, 0)
+    while os.path.exists(f"/proc/{below[0]}"):
+        assert time.monotonic() < deadline
+        time.sleep(_LOOK)
+    assert os.read(read, 1) == b""  # nobody holds the other end
+    os.close(read)
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+_KERNEL_THREAD = 0x00200040
+
+
+def plant(proc: Path, pid: int, state: str, name: str = "python", started: int = 100, flags: int = 0x400000) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True, exist_ok=True)
+    rest = " ".join(["0"] * 12)
+    (folder / "stat").write_text(f"{pid} ({name}) {state} 1 1 1 0 -1 {flags} {rest} {started} 0 0\n")
+    (folder / "wchan").write_text("rpc_wait_bit_killable")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(host, "time", made)
+    return made
+
+
+def reader(root: Path) -> HostReader:
+    return HostReader(ReaderOptions(mounts=(), proc=str(root / "proc"), sysfs=str(root / "sys")))
+
+
+def test_a_stuck_process_ages_from_look_to_look(tmp_path: Path, clock: Clock) -> None:
+    plant(tmp_path / "proc", 7, "D", name="a) b")
+    plant(tmp_path / "proc", 8, "S")
+    reading = reader(tmp_path)
+    (stuck,) = reading.read().stuck
+    assert (stuck.pid, stuck.name, stuck.seconds, stuck.uid) == (7, "a) b", 0.0, os.getuid())
+    assert stuck.where == "rpc_wait_bit_killable"
+    clock.now += 25.0
+    assert reading.read().stuck[0].seconds == 25.0
+
+
+def test_a_process_that_went_on_meanwhile_begins_anew(tmp_path: Path, clock: Clock) -> None:
+    reading = reader(tmp_path)
+    for state in "DSD":
+        plant(tmp_path / "proc", 7, state)
+        stuck = reading.read().stuck
+        clock.now += 25.0
+    assert [one.seconds for one in stuck] == [0.0]
+
+
+def test_a_pid_that_was_given_to_another_begins_anew(tmp_path: Path, clock: Clock) -> None:
+    reading = reader(tmp_path)
+    plant(tmp_path / "proc", 7, "D", started=100)
+    reading.read()
+    clock.now += 25.0
+    plant(tmp_path / "proc", 7, "D", started=900)
+    assert reading.read().stuck[0].seconds == 0.0
+
+
+def test_threads_of_the_kernel_may_sleep_as_they_please(tmp_path: Path, clock: Clock) -> None:
+    plant(tmp_path / "proc", 9, "D", name="kworker/0:1", flags=_KERNEL_THREAD)
+    reading = reader(tmp_path)
+    assert reading.read().stuck == ()
+    plant(tmp_path / "proc", 9, "D", name="python")  # its pid is another's now: seen a few looks later
+    assert [len(reading.read().stuck) for _ in range(40)][-1] == 1
+
+
+def test_zombies_count_when_they_are_old(tmp_path: Path, clock: Clock) -> None:
+    plant(tmp_path / "proc", 7, "Z")
+    reading = reader(tmp_path)
+    assert reading.read().zombies == 0
+    clock.now += 301.0
+    plant(tmp_path / "proc", 8, "Z")
+    assert reading.read().zombies == 1
+
+
+def test_of_a_crowd_of_stuck_processes_the_oldest_are_told(tmp_path: Path, clock: Clock) -> None:
+    reading = reader(tmp_path)
+    plant(tmp_path / "proc", 999, "D")
+    reading.read()
+    clock.now += 5.0
+    for pid in range(1, 200):
+        plant(tmp_path / "proc", pid, "D")
+    stuck = reading.read().stuck
+    assert len(stuck) == host.STUCK_MOST
+    assert stuck[0].pid == 999
+
+
+_WAITS_FOR_ITS_CHILD = """
+import ctypes, os
+calls = ctypes.CDLL(None)
+print(os.getpid(), flush=True)
+if calls.vfork() == 0:  # the parent sleeps uninterruptibly until its child ends
+    calls.sleep(600)
+    os._exit(0)
+"""
+
+
+def test_a_process_that_is_really_stuck_is_seen() -> None:
+    argv = [sys.executable, "-c", _WAITS_FOR_ITS_CHILD]
+    reading = HostReader(ReaderOptions(mounts=()))
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + WITHIN
+            while process.pid not in {one.pid for one in reading.read().stuck}:
+                assert time.monotonic() < deadline
+                time.sleep(_LOOK)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_figures_of_the_host_are_told_in_their_units(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal:       2048 kB\nMemFree:  1 kB\nMemAvailable:   1024 kB\nHugePages_Total:   0\n",
+        "proc/vmstat": "nr_free_pages 1\noom_kill 3\n", "proc/loadavg": "1.50 1.00 0.50 1/200 4321\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
+        "sys/devices/system/clocksource/clocksource0/current_clocksource": "tsc\n",
+    }  # fmt: skip
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    data = reader(tmp_path).read()
+    assert (data.memory_total, data.memory_available) == (2 << 20, 1 << 20)
+    assert (data.oom_kills, data.load, data.governor, data.clock_source) == (3, 1.5, "performance", "tsc")
+    assert data.unread == {}
+
+
+def test_what_a_host_does_not_have_is_unread(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    data = reader(tmp_path).read()
+    assert (data.memory_total, data.oom_kills, data.load, data.governor) == (None, None, None, None)
+    fields = ("memory_total", "memory_available", "oom_kills", "load", "governor", "clock_source")
+    assert data.unread == dict.fromkeys(fields, "not there")
+
+
+def test_this_host_is_read() -> None:
+    reading = HostReader(ReaderOptions(mounts=("/",)))
+    data = reading.read()
+    reading.close()
+    assert data.mounts[0].answers
+    assert data.memory_total is not None
+    assert data.memory_available is not None
+    assert 0 < data.memory_available <= data.memory_total

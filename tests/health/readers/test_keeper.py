@@ -1,0 +1,325 @@
+"""The keeper of the readers: what one of them does harms no other, and nobody is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import pytest
+
+from rrl.health.readers import ReaderOptions
+from rrl.health.readers.keeper import Keeper, read_all
+from rrl.health.readings import HostData, Reading
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.processes import descendants, look, marks
+from rrl.tests.lab import readers
+from rrl.tests.lab.readers import place
+
+P = ParamSpec("P")
+WITHIN = 60.0
+"""s; nothing here takes as long, on a loaded machine neither"""
+_LOOK = 0.02
+
+
+def story(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    @functools.wraps(test)
+    def run(*args: P.args, **names: P.kwargs) -> None:
+        asyncio.run(test(*args, **names))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left() -> Iterator[None]:
+    before = {process.pid for process in descendants(os.getpid())}
+    yield
+    until(lambda: not [one for one in descendants(os.getpid()) if one.pid not in before])
+
+
+def until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN
+    while not done():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(_LOOK)
+
+
+@contextlib.asynccontextmanager
+async def kept(notes: Path, *kinds: type[readers.Good], **more: Any) -> AsyncIterator[Keeper]:
+    keeper = Keeper([place(kind) for kind in kinds], ReaderOptions(proc=str(notes)), **more)
+    await keeper.start()
+    try:
+        yield keeper
+    finally:
+        await keeper.close()
+
+
+async def first(keeper: Keeper, *, reader: str, state: str = "read") -> Reading:
+    async def wait() -> Reading:
+        while (reading := await keeper.next()).reader != reader or reading.state != state:
+            pass
+        return reading
+
+    return await asyncio.wait_for(wait(), WITHIN)
+
+
+def count(reading: Reading) -> int:
+    assert isinstance(reading.data, HostData)
+    return reading.data.zombies
+
+
+def noted(notes: Path, what: str) -> list[int]:
+    """Pids of those that left this note."""
+    return [int(note.suffix[1:]) for note in notes.glob(f"{what}.*")]
+
+
+def resident(pid: int) -> int:
+    """KiB"""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+@story
+async def test_readings_come_again_and_again_in_the_readers_time(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Good) as keeper:
+        readings = [await first(keeper, reader="good") for _ in range(5)]
+    assert [count(reading) for reading in readings] == [1, 2, 3, 4, 5]
+    times = [reading.at for reading in readings]
+    assert times == sorted(times)
+    assert times[-1] - times[0] >= 4 * readers.Good.every - 0.01
+
+
+@story
+async def test_what_is_absent_or_denied_or_broken_says_so_with_its_reason(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.IsAbsent, readers.IsDenied, readers.Raises) as keeper:
+        found = [await asyncio.wait_for(keeper.next(), WITHIN) for _ in range(3)]
+    told = {(reading.reader, reading.state, reading.why) for reading in found}
+    assert told == {
+        ("absent", "absent", "no such device here"),
+        ("denied", "denied", "not for you"),
+        ("raises", "broken", "ValueError: no sense in this"),
+    }
+    assert all(reading.data is None for reading in found)
+
+
+@story
+async def test_a_reader_that_is_not_there_is_broken_and_no_other_one_minds(tmp_path: Path) -> None:
+    keeper = Keeper(["nowhere=rrl.nowhere:Nobody", place(readers.Good)], ReaderOptions(proc=str(tmp_path)))
+    await keeper.start()
+    try:
+        assert "No module named 'rrl.nowhere'" in (await first(keeper, reader="nowhere", state="broken")).why
+        await first(keeper, reader="good")
+    finally:
+        await keeper.close()
+
+
+@story
+async def test_a_hung_reader_is_told_once_hangs_nobody_else_and_is_told_when_it_is_back(tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    async with kept(tmp_path, readers.Hangs, readers.Good) as keeper:
+        hung = await first(keeper, reader="hangs", state="hung")
+        assert hung.why == "did not answer within 0.3 s"
+        others = [await asyncio.wait_for(keeper.next(), WITHIN) for _ in range(50)]  # more than two deadlines long
+        assert {reading.reader for reading in others} == {"good"}
+        (tmp_path / "hang").unlink()
+        assert count(await first(keeper, reader="hangs")) == 1
+        assert len(noted(tmp_path, "hangs-made")) == 1  # it is still the same process
+
+
+@story
+async def test_a_reader_that_hangs_for_long_gets_a_new_process_which_is_told_again_if_it_hangs(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.HangsInC, hung_ends=0.5) as keeper:
+        told = [await asyncio.wait_for(keeper.next(), WITHIN) for _ in range(2)]
+    assert [reading.state for reading in told] == ["hung", "hung"]
+    assert len(noted(tmp_path, "stuck-made")) == 2
+
+
+@story
+async def test_a_new_process_reads_where_the_hung_one_waited_for_what_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    async with kept(tmp_path, readers.Hangs, hung_ends=0.5) as keeper:
+        await first(keeper, reader="hangs", state="hung")
+        await asyncio.to_thread(until, lambda: len(noted(tmp_path, "hangs-made")) == 2)
+        (tmp_path / "hang").unlink()
+        assert count(await first(keeper, reader="hangs")) == 1
+
+
+@story
+async def test_a_reader_that_hangs_while_it_is_made_hangs_nobody_else(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.HangsAtStart, readers.Good) as keeper:
+        for _ in range(5):
+            await first(keeper, reader="good")
+
+
+@story
+async def test_a_reader_that_dies_is_told_and_started_again_ever_later(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Dies, readers.Good) as keeper:
+        deaths = [await first(keeper, reader="dies", state="broken") for _ in range(3)]
+        await first(keeper, reader="good")
+    assert {reading.why for reading in deaths} == {"its process ended by SIGKILL"}
+    first_pause, second_pause = (later.at - earlier.at for earlier, later in itertools.pairwise(deaths))
+    assert first_pause >= 1.0
+    assert second_pause >= 2.0
+    assert len(noted(tmp_path, "dies-made")) == 3
+
+
+@story
+async def test_a_reader_that_talks_nonsense_costs_no_other_reader_anything(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Garbles, readers.Good) as keeper:
+        process = keeper.pid
+        told = await first(keeper, reader="garbles", state="broken")
+        assert told.why == "its process said what is no reading"
+        await first(keeper, reader="garbles", state="broken")  # it ended for that
+        await first(keeper, reader="good")
+        assert keeper.pid == process
+    assert len(noted(tmp_path, "good-made")) == 1
+
+
+@story
+async def test_where_no_process_can_be_started_the_others_go_on(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Good, readers.Dies) as keeper:
+        process = keeper.pid
+        assert process is not None
+        await first(keeper, reader="dies", state="broken")
+        resource.prlimit(process, resource.RLIMIT_NOFILE, (4, 4))
+        told = await first(keeper, reader="dies", state="broken")
+        assert told.why == "its process cannot be started: Too many open files"
+        await first(keeper, reader="good")
+        assert keeper.pid == process
+
+
+@story
+async def test_closing_lets_readers_close_what_they_hold(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Good) as keeper:
+        await first(keeper, reader="good")
+    assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")
+
+
+@story
+async def test_closing_ends_a_reader_that_no_signal_handler_reaches(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.HangsInC, readers.Good) as keeper:
+        await first(keeper, reader="stuck", state="hung")
+        begin = time.monotonic()
+    assert time.monotonic() - begin < WITHIN / 2
+    (stuck,) = noted(tmp_path, "stuck-stuck")
+    assert look(stuck) is None
+    assert noted(tmp_path, "stuck-closed") == []
+    assert noted(tmp_path, "good-closed") != []  # the others had their time
+
+
+@story
+async def test_next_may_be_cancelled_at_any_time_and_loses_nothing(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Good) as keeper:
+        counts: list[int] = []
+        deadline = time.monotonic() + WITHIN
+        while len(counts) < 20 and time.monotonic() < deadline:
+            with contextlib.suppress(asyncio.TimeoutError):
+                counts.append(count(await asyncio.wait_for(keeper.next(), 0.005)))
+    assert counts == list(range(1, 21))
+
+
+@story
+async def test_who_takes_no_readings_is_not_drowned_in_them(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Floods) as keeper:
+        assert keeper.pid is not None
+        await first(keeper, reader="floods")
+        await asyncio.sleep(0.5)  # it reads without a pause, so this is time for hundreds
+        assert resident(keeper.pid) < 60_000
+        assert count(await first(keeper, reader="floods")) == 2  # and none is missing
+
+
+@story
+async def test_a_keeper_that_is_killed_is_told_and_started_again(tmp_path: Path) -> None:
+    async with kept(tmp_path, readers.Good) as keeper:
+        await first(keeper, reader="good")
+        assert keeper.pid is not None
+        os.kill(keeper.pid, signal.SIGKILL)
+        assert (await first(keeper, reader="good", state="broken")).why == "the readers' process ended by SIGKILL"
+        assert count(await first(keeper, reader="good")) == 1  # a new reader
+        old, new = sorted(noted(tmp_path, "good-made"), key=lambda pid: look(pid) is not None)
+        assert look(old) is None
+        assert look(new) is not None
+
+
+@story
+async def test_the_processes_carry_the_mark_of_the_launch_and_no_mark_of_a_step(tmp_path: Path) -> None:
+    launch = str(tmp_path / "steps" / "agent.launch")
+    async with kept(tmp_path, readers.Good, env={LAUNCH_ENV: launch}) as keeper:
+        await first(keeper, reader="good")
+        assert keeper.pid is not None
+        for pid in (keeper.pid, *noted(tmp_path, "good-made")):
+            process = look(pid)
+            assert process is not None
+            assert (marks(process).launch, marks(process).step, marks(process).module) == (launch, "", "")
+
+
+_AGENT = """
+import asyncio, sys
+from rrl.health.readers import ReaderOptions
+from rrl.health.readers.keeper import Keeper
+async def main():
+    keeper = Keeper(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
+    await keeper.start()
+    seen = set()
+    while True:
+        reading = await keeper.next()
+        if reading.reader not in seen:
+            seen.add(reading.reader)
+            print(keeper.pid, reading.reader, reading.state, flush=True)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_when_the_agent_is_killed_all_end_those_that_hang_too(tmp_path: Path, number: signal.Signals) -> None:
+    argv = [sys.executable, "-c", _AGENT, str(tmp_path), place(readers.Good), place(readers.HangsInC)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        lines = [agent.stdout.readline().split() for _ in range(2)]
+        assert sorted(line[1:] for line in lines) == [["good", "read"], ["stuck", "hung"]]
+        keeper = int(lines[0][0])
+        family = [keeper, *(process.pid for process in descendants(keeper))]
+        assert len(family) == 3
+        agent.send_signal(number)
+    until(lambda: not [pid for pid in family if look(pid) is not None])
+    assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")  # and who can, closes first
+
+
+def test_readers_of_a_killed_keeper_end_by_themselves(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", _AGENT, str(tmp_path), place(readers.Good)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        keeper = int(agent.stdout.readline().split()[0])
+        (reader,) = noted(tmp_path, "good-made")
+        os.kill(agent.pid, signal.SIGSTOP)  # or it would start a new one
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: look(reader) is None)
+        agent.kill()
+    assert noted(tmp_path, "good-closed") == [reader]
+
+
+def test_one_reading_of_each_is_had_without_a_loop(tmp_path: Path) -> None:
+    kinds = (readers.Good, readers.HangsInC, readers.Dies, readers.IsAbsent)
+    found = read_all([place(kind) for kind in kinds], 1.0, ReaderOptions(proc=str(tmp_path)))
+    assert [(reading.reader, reading.state) for reading in found] == [
+        ("good", "read"), ("stuck", "hung"), ("dies", "broken"), ("absent", "absent"),
+    ]  # fmt: skip
+    assert count(found[0]) == 1
+    assert noted(tmp_path, "good-closed") == noted(tmp_path, "good-made")
+
+
+def test_one_reading_of_each_takes_as_long_as_the_caller_gives(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    (reading,) = read_all([place(readers.HangsAtStart)], 0.5, ReaderOptions(proc=str(tmp_path)))
+    assert (reading.state, reading.why) == ("hung", "did not start within 0.5 s")
+    assert time.monotonic() - begin < WITHIN / 2

@@ -1,0 +1,217 @@
+"""The kernel log: which lines mean something, how old they are, and what a flood of them does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.health.readers import Absent, Denied, ReaderOptions
+from rrl.health.readers.kernel import EVENTS_MOST, KernelReader
+from rrl.health.readers.kernel_patterns import TEXT_MOST, recognise
+from rrl.health.readings import KernelEvent
+
+XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+
+
+class Log:
+    """A pipe in place of /dev/kmsg: its reads do not block either, but one may return more than one record."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "kmsg"
+        os.mkfifo(self.path)
+        self._reading = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # or it could not be opened for writing
+        self._writing = os.open(self.path, os.O_WRONLY)
+        self._number = 100
+
+    def write(self, text: str, age: float = 0.0, skip: int = 0) -> None:
+        self._number += 1 + skip
+        stamp = int((time.monotonic() - age) * 1e6)
+        os.write(self._writing, f"4,{self._number},{stamp},-;{text}\n SUBSYSTEM=pci\n DEVICE=+pci:x\n".encode())
+
+    def close(self) -> None:
+        os.close(self._reading)
+        os.close(self._writing)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    made = Log(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader(log: Log) -> Iterator[KernelReader]:
+    made = KernelReader(ReaderOptions(kmsg=str(log.path)))
+    yield made
+    made.close()
+
+
+LINES = [
+    (XID_79, {"kind": "xid", "xid": 79, "pci": "0000:1b:00", "pid": None}),
+    ("NVRM: Xid (PCI:0000:cb:00): 13, pid=4242, name=python, Graphics Exception",
+     {"kind": "xid", "xid": 13, "pci": "0000:cb:00", "pid": 4242}),
+    ("NVRM: Xid (0000:03:00): 31, Ch 00000008", {"kind": "xid", "xid": 31, "pci": "0000:03:00"}),
+    ("NVRM: Xid (PCI:0001:B1:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
+     {"kind": "xid", "xid": 154, "pci": "0001:b1:00"}),
+    ("NVRM: Xid (PCI:0000:07:00 GPU-I:05 GPU-CI:00): 94, pid=7194, name=python, Contained: CE User Channel (0x9)",
+     {"kind": "xid", "xid": 94, "pci": "0000:07:00", "pid": 7194}),
+    ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.", {"kind": "xid", "xid": 79, "pci": "0000:44:00"}),
+    ("NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.", {"kind": "xid", "xid": 79, "pci": "0000:01:00"}),
+    (r"NVRM: The NVIDIA GPU 0000:b3:00.0\x0a   NVRM: (PCI ID: 10de:26b5) installed in this system has\x0a   NVRM: "
+     "fallen off the bus and is not responding to commands.", {"kind": "xid", "xid": 79, "pci": "0000:b3:00"}),
+    ("nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 sourcetrack timeout error",
+     {"kind": "sxid", "xid": 24007, "pci": "0000:c1:00", "device": "nvidia-nvswitch3"}),
+    ("mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: bea0000000000108", {"kind": "mce"}),
+    ("{1}[Hardware Error]: event severity: recoverable", {"kind": "mce"}),
+    ("EDAC MC0: 1 UE memory read error on CPU_SrcID#0_Ha#0", {"kind": "mce", "device": "EDAC MC0"}),
+    ("Out of memory: Killed process 1234 (python) total-vm:1kB, anon-rss:1kB", {"kind": "oom", "pid": 1234}),
+    ("Memory cgroup out of memory: Killed process 77 (ray::x) total-vm:1kB", {"kind": "oom", "pid": 77}),
+    ("mlx5_core 0000:65:00.0 ens1f0np0: Link down", {"kind": "nic", "device": "ens1f0np0"}),
+    ("ixgbe 0000:01:00.0 eth0: NIC Link is Down", {"kind": "nic", "device": "eth0"}),
+    ("mlx5_core 0000:65:00.0: poll_health:795:(pid 0): Fatal error 1 detected",
+     {"kind": "nic", "device": "mlx5_core 0000:65:00.0"}),
+    ("mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN", {"kind": "nic", "device": "mlx5_5"}),
+    ("igb 0000:01:00.0 eno1: igb: eno1 NIC Link is Down", {"kind": "nic", "device": "eno1"}),
+    ("mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms",
+     {"kind": "nic", "device": "eth0"}),
+    ("ib0: Lost carrier", {"kind": "nic", "device": "ib0"}),
+    ("NETDEV WATCHDOG: eth1 (mlx5_core): transmit queue 3 timed out", {"kind": "nic", "device": "eth1"}),
+    ("blk_update_request: I/O error, dev nvme0n1, sector 12 op 0x0:(READ)", {"kind": "io", "device": "nvme0n1"}),
+    ("Buffer I/O error on dev dm-0, logical block 12, lost async page write", {"kind": "io", "device": "dm-0"}),
+    ("nvme nvme1: I/O 12 QID 4 timeout, aborting", {"kind": "io", "device": "nvme1"}),
+    ("EXT4-fs error (device sda1): ext4_lookup:1602: inode #2", {"kind": "filesystem", "device": "sda1"}),
+    ("EXT4-fs (sda1): Remounting filesystem read-only", {"kind": "filesystem", "device": "sda1"}),
+    ("XFS (dm-3): Metadata corruption detected at xfs_agf_read", {"kind": "filesystem", "device": "dm-3"}),
+    ("XFS (sda2): log I/O error -5", {"kind": "filesystem", "device": "sda2"}),
+    ("BTRFS: error (device sdb1) in btrfs_commit_transaction:2323: errno=-5 IO failure",
+     {"kind": "filesystem", "device": "sdb1"}),
+    ("BTRFS info (device sdb1): forced readonly", {"kind": "filesystem", "device": "sdb1"}),
+    ("nfs: server filer.site not responding, still trying", {"kind": "filesystem", "device": "filer.site"}),
+    ("LustreError: 167-0: work-OST0003-osc-ffff8: This client was evicted by work-OST0003; in progress operations fail",
+     {"kind": "filesystem", "device": "work-OST0003"}),
+    ("INFO: task python:991 blocked for more than 120 seconds.", {"kind": "hung_task", "pid": 991}),
+    ("watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [kworker/3:1:1234]", {"kind": "hung_task", "pid": 1234}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES, ids=[line[:30] for line, _ in LINES])
+def test_a_line_that_means_something_is_recognised(line: str, expected: dict[str, object]) -> None:
+    event = recognise(line.encode(), 1.5)
+    assert event is not None
+    assert {name: getattr(event, name) for name in expected} == expected
+    assert (event.text, event.age) == (line, 1.5)
+
+
+@pytest.mark.parametrize("line", [
+    "EXT4-fs (sda1): mounted filesystem with ordered data mode",
+    "mlx5_core 0000:65:00.0 ens1f0np0: Link up",
+    "mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
+    "eth0: Link down[4242]: segfault at 0 ip 0 sp 0 error 4 in libc.so",  # a program of that name
+    'audit: type=1400 apparmor="DENIED" name="ib0: Link down" comm="python"',  # a file of that name
+    "NVRM: GPU at PCI:0000:3b:00: GPU-2dfe2b2e-0000-1111-2222-333344445555",
+    "nvme nvme0: 8/0/0 default/read/poll queues",
+    "nfs: server filer.site OK",
+    "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.82.09",
+    "python[123]: segfault at 0 ip 0 sp 0 error 4 in libc.so",
+    "oom-kill:constraint=CONSTRAINT_NONE,task=python,pid=1234",
+    "XFS (dm-3): Mounting V5 Filesystem",
+])  # fmt: skip
+def test_a_line_of_daily_life_is_not(line: str) -> None:
+    assert recognise(line.encode(), 0.0) is None
+
+
+def test_a_long_line_is_cut() -> None:
+    event = recognise((XID_79 + "x" * 5000).encode(), 0.0)
+    assert event is not None
+    assert len(event.text) == TEXT_MOST
+
+
+def test_lines_from_before_come_first_with_their_age_and_new_ones_once(log: Log, reader: KernelReader) -> None:
+    log.write(XID_79, age=120.0)
+    log.write("just talk")
+    (old,) = reader.read().events
+    assert (old.xid, round(old.age)) == (79, 120)
+    log.write("Out of memory: Killed process 5 (x)", age=2.0)
+    (new,) = reader.read().events
+    assert (new.kind, round(new.age)) == ("oom", 2)
+    assert reader.read().events == ()
+
+
+def test_a_record_that_comes_in_pieces_is_one(log: Log, reader: KernelReader) -> None:
+    log.write("talk " * 2000)  # longer than one read
+    log.write(XID_79)
+    assert [event.xid for event in reader.read().events] == [79]
+
+
+def test_what_the_kernel_overwrote_is_counted(log: Log, reader: KernelReader) -> None:
+    log.write("one")
+    log.write("five", skip=3)
+    assert reader.read().dropped == 3
+
+
+def test_a_flood_is_cut_and_counted_and_hides_no_xid(tmp_path: Path) -> None:
+    noise = [f"4,{n},1000,-;Buffer I/O error on dev sda, logical block {n}" for n in range(5000)]
+    noise[2500] = f"4,2500,1000,-;{XID_79}"
+    noise[3000] = "4,3000,1000,-;Out of memory: Killed process 5 (x)"
+    (tmp_path / "kmsg").write_text("\n".join(noise) + "\n")
+    reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
+    data = reader.read()
+    reader.close()
+    assert len(data.events) == EVENTS_MOST
+    assert data.dropped == 5000 - EVENTS_MOST
+    assert [event.kind for event in data.events if event.kind != "io"] == ["xid", "oom"]
+    assert data.events[0].kind == "io"  # in the order in which they were written
+
+
+def test_a_storm_of_one_xid_hides_no_other_xid(tmp_path: Path) -> None:
+    lines = [f"4,{n},1000,-;NVRM: Xid (PCI:0000:1b:00): 13, pid=1, again {n}" for n in range(1000)]
+    lines.append(f"4,1000,1000,-;{XID_79}")
+    (tmp_path / "kmsg").write_text("\n".join(lines) + "\n")
+    reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
+    events: tuple[KernelEvent, ...] = reader.read().events
+    reader.close()
+    assert {event.xid for event in events} == {13, 79}
+
+
+def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "kmsg").write_bytes(
+        b"\n;;\nx,y,z;NVRM: Xid (PCI:0000:1b:00): 79\n6,1\n\xff\xfe;\n4,1,5,-;" + XID_79.encode() + b"\n"
+    )
+    reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
+    assert [event.xid for event in reader.read().events] == [79]
+    reader.close()
+
+
+def test_a_missing_log_is_absent(tmp_path: Path) -> None:
+    with pytest.raises(Absent, match="there is no"):
+        KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
+
+
+def test_a_log_that_may_not_be_read_says_which_switch_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    (tmp_path / "sys/kernel").mkdir(parents=True)
+    (tmp_path / "sys/kernel/dmesg_restrict").write_text("1\n")
+    monkeypatch.setattr(os, "open", refused)  # root may read everything, so no real file does it
+    with pytest.raises(Denied, match=r"^/dev/kmsg: not permitted \(dmesg_restrict=1\)$"):
+        KernelReader(ReaderOptions(proc=str(tmp_path)))
+
+
+def test_the_real_log_is_read_from_its_beginning_without_waiting() -> None:
+    try:
+        reader = KernelReader(ReaderOptions())
+    except (Absent, Denied) as error:
+        pytest.skip(str(error))
+    try:
+        begin = time.monotonic()
+        reader.read()
+        reader.read()
+        assert time.monotonic() - begin < 5.0
+    finally:
+        reader.close()

@@ -1,0 +1,258 @@
+"""The NVML reader, through the real nvidia-ml-py: what it tells when the driver answers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from rrl.health.readers import ReaderOptions
+from rrl.health.readers.nvml import NvmlReader
+from rrl.health.readers.nvml_table import MEDIUM_EVERY, SLOW_EVERY
+from rrl.health.readings import Gpu, GpuProcess, NvLink
+from rrl.tests.health.readers.nvml_reading import read_in_child
+from rrl.tests.lab.nvml.driver import STATE_ENV, FakeDriver, Value
+
+VALUES: dict[str, Value] = {
+    "recovery_action": "drain_and_reset", "ecc_volatile_corrected": 11, "ecc_volatile_uncorrected": 12,
+    "ecc_aggregate_corrected": 1 << 40, "ecc_aggregate_uncorrected": 14, "remapped_corrected": 15,
+    "remapped_uncorrected": 16, "remap_pending": True, "remap_failed": True, "retired_corrected": 19,
+    "retired_uncorrected": 20, "retired_pending": True, "temperature": 22, "temperature_slowdown": 23,
+    "temperature_shutdown": 24, "temperature_memory": 25, "temperature_memory_max": 26,
+    "clock_reasons": ("sw_power_cap", "hw_thermal"), "clock_sm": 28, "clock_sm_max": 29, "power": 30,
+    "power_limit": 31, "utilization": 32, "memory_used": 5 << 30, "memory_total": 80 << 30, "pcie_replays": 35,
+    "pcie_gen": 3, "pcie_gen_max": 4, "pcie_width": 8, "pcie_width_max": 16, "fabric_state": "in_progress",
+    "mig": True, "uuid": "GPU-1", "name": "NVIDIA H100", "serial": "123", "vbios": "96.00",
+}  # fmt: skip
+"""of one GPU, no two alike where it matters"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver(tmp_path).gpus(2)
+    driver.load()
+    monkeypatch.setenv(STATE_ENV, str(driver.state))
+    return driver
+
+
+@pytest.fixture
+def reader(driver: FakeDriver) -> Iterator[NvmlReader]:
+    reader = NvmlReader(ReaderOptions())
+    yield reader
+    reader.close()
+
+
+def after(reader: NvmlReader, reads: int) -> Gpu:
+    """The first GPU, as told by the last of so many reads."""
+    return [reader.read() for _ in range(reads)][-1].gpus[0]
+
+
+def test_each_field_is_what_the_driver_says(driver: FakeDriver, reader: NvmlReader) -> None:
+    for field, value in VALUES.items():
+        driver.set(0, field, value)
+    driver.set(0, "pci", "00000000:C7:00.0").link(0, 3, "active", 0).link(0, 3, "replay", 41)
+    driver.link(0, 3, "recovery", 42).link(0, 3, "crc_flit", 43).link(0, None, "crc_data", 44)
+    driver.process(0, os.getpid(), 6 << 30)
+    gpu = reader.read().gpus[0]
+    assert {field: getattr(gpu, field) for field in VALUES} == VALUES
+    assert (gpu.index, gpu.pci, gpu.lost, gpu.fabric_status) == (0, "0000:c7:00", "", "success")
+    assert gpu.nvlinks is not None
+    assert gpu.nvlinks[3] == NvLink(link=3, active=False, replay=41, recovery=42, crc_flit=43, crc_data=44)
+    assert gpu.nvlinks[4] == NvLink(link=4, active=True, replay=0, recovery=0, crc_flit=0, crc_data=44)
+    assert [(process.pid, process.uid, process.memory) for process in gpu.processes or ()] == [
+        (os.getpid(), os.getuid(), 6 << 30)
+    ]
+    assert gpu.unread == {}
+    told = {*VALUES, "index", "pci", "lost", "fabric_status", "nvlinks", "processes", "unread"}
+    assert told == set(Gpu.__struct_fields__), "a field that this test forgot"
+
+
+def test_gpus_are_told_in_the_order_in_which_nvml_counts_them(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.gpus(8).set(7, "temperature", 77).version("575.1")
+    data = reader.read()
+    assert [gpu.uuid for gpu in data.gpus] == [driver.uuid(index) for index in range(8)]
+    assert [gpu.temperature for gpu in data.gpus] == [41] * 7 + [77]
+    assert data.driver == "575.1"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "none"), (1, "gpu_reset"), (2, "node_reboot"), (3, "drain_p2p"), (4, "drain_and_reset"), (7, "system_reboot"),
+     (8, "unknown (8)")],
+)  # fmt: skip
+def test_the_recovery_action_is_told_in_words(driver: FakeDriver, reader: NvmlReader, number: int, words: str) -> None:
+    driver.set(0, "recovery_action", number)
+    assert reader.read().gpus[0].recovery_action == words
+
+
+def test_links_and_fabric_that_changed_are_looked_at_with_each_of_the_next_reads(
+    driver: FakeDriver, reader: NvmlReader
+) -> None:
+    """Else three looks of a check would be one of the reader."""
+    reader.read()
+    driver.link(0, 5, "active", 0)
+    while (links := reader.read().gpus[0].nvlinks) and links[5].active:
+        pass
+    driver.link(0, 5, "active", 1)
+    back = reader.read().gpus[0].nvlinks
+    assert back is not None
+    assert back[5].active
+
+
+def test_a_fabric_that_is_not_ready_at_first_is_looked_at_again_at_once(driver: FakeDriver, tmp_path: Path) -> None:
+    driver.set(0, "fabric_state", "in_progress")
+    reader = NvmlReader(ReaderOptions())
+    assert reader.read().gpus[0].fabric_state == "in_progress"
+    driver.set(0, "fabric_state", "completed")
+    assert reader.read().gpus[0].fabric_state == "completed"
+    reader.close()
+
+
+def test_gpus_that_a_device_cgroup_withholds_are_counted_by_their_files(
+    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("os.access", lambda path, mode: not str(path).endswith("nvidia2"))
+    reader = NvmlReader(ReaderOptions(dev=str(tmp_path)))
+    data = reader.read()
+    assert (data.granted, data.withheld) == (2, 1)
+    reader.close()
+
+
+def test_a_fabric_registration_that_failed_says_why(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "fabric_status", pynvml.NVML_ERROR_TIMEOUT)
+    gpu = reader.read().gpus[0]
+    assert (gpu.fabric_state, gpu.fabric_status) == ("completed", "the driver timed out")
+
+
+def test_a_clock_reason_without_a_name_is_told_by_its_number(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "clock_reasons", 1 << 3 | 1 << 20)
+    assert reader.read().gpus[0].clock_reasons == ("hw_slowdown", "bit_20")
+
+
+def test_no_clock_reason_is_not_the_same_as_an_unread_one(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "clock_reasons", 0).set(1, "clock_reasons", None)
+    assert [gpu.clock_reasons for gpu in reader.read().gpus] == [(), None]
+
+
+def test_limits_that_are_told_as_distances_are_temperatures_here(driver: FakeDriver, reader: NvmlReader) -> None:
+    """As on Ada and later, where nvmlDeviceGetTemperatureThreshold has none: 40 degrees now and 47 to go are 87."""
+    driver.set(None, "temperature", 40).set(None, "temperature_margin", 47)
+    driver.set(None, "temperature_slowdown", None).set(None, "temperature_slowdown_tlimit", -2)
+    driver.set(None, "temperature_shutdown", None).set(None, "temperature_shutdown_tlimit", -8)
+    gpu = reader.read().gpus[0]
+    assert (gpu.temperature_slowdown, gpu.temperature_shutdown) == (89, 95)
+
+
+def test_memory_in_use_is_without_the_drivers_own_reserve(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "memory_used", 0).set(0, "memory_reserved", 600 << 20)
+    assert reader.read().gpus[0].memory_used == 0
+
+
+def test_a_gpu_without_nvlink_has_none_and_says_so(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "nvlinks", None).set(1, "nvlinks", 0)
+    first, second = reader.read().gpus
+    assert (first.nvlinks, first.unread["nvlinks"]) == (None, "not supported")
+    assert (second.nvlinks, second.unread["nvlinks"]) == (None, "this GPU has no NVLink")
+
+
+def test_counters_of_nvlink_before_hopper_are_read_by_function(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(None, "nvlink_fields", None).set(None, "nvlinks", 12).link(0, 5, "replay", 9).link(0, 5, "crc_data", 8)
+    driver.link(0, None, "crc_data", 0).link(0, 0, "active", 0)
+    for counter in ("replay", "recovery", "crc_flit", "crc_data"):
+        driver.link(0, 0, counter, None)  # a link that is down need not tell
+    links = reader.read().gpus[0].nvlinks
+    assert links is not None
+    assert len(links) == 12
+    assert links[0] == NvLink(link=0, active=False)
+    assert (links[5].replay, links[5].crc_data, links[4].replay) == (9, 8, 0)
+
+
+def test_a_process_that_is_gone_has_no_owner(driver: FakeDriver, reader: NvmlReader) -> None:
+    nobody = 4194304  # one above the highest pid of 64-bit Linux
+    driver.process(0, nobody, 5)
+    assert reader.read().gpus[0].processes == (GpuProcess(nobody, None, 5),)
+
+
+def test_in_another_pid_namespace_no_owner_is_guessed(driver: FakeDriver, tmp_path: Path) -> None:
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532999]")
+    (tmp_path / "proc/12").mkdir()
+    (tmp_path / "proc/12/status").write_text("Name:\tsomebody else\nUid:\t7\t7\t7\t7\n")
+    driver.process(0, 12, 5)
+    reader = NvmlReader(ReaderOptions(proc=str(tmp_path / "proc")))
+    assert reader.read().gpus[0].processes == (GpuProcess(12, None, 5),)
+    reader.close()
+
+
+def test_what_may_not_wait_is_read_every_time(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    driver.set(0, "recovery_action", "gpu_reset").set(0, "temperature", 90).set(0, "ecc_volatile_uncorrected", 1)
+    driver.set(0, "utilization", 100).set(0, "clock_reasons", ("hw_thermal",))
+    gpu = reader.read().gpus[0]
+    assert (gpu.recovery_action, gpu.temperature, gpu.ecc_volatile_uncorrected) == ("gpu_reset", 90, 1)
+    assert (gpu.utilization, gpu.clock_reasons) == (100, ("hw_thermal",))
+
+
+def test_slow_counters_are_carried_on_and_read_again_in_time(driver: FakeDriver, reader: NvmlReader) -> None:
+    before = reader.read().gpus[0]
+    driver.link(0, 3, "replay", 7).set(0, "remapped_uncorrected", 1).set(0, "power", 650_000)
+    assert after(reader, 1).nvlinks == before.nvlinks
+    assert after(reader, MEDIUM_EVERY).power == 650_000
+    gpu = after(reader, SLOW_EVERY)
+    assert gpu.nvlinks is not None
+    assert (gpu.nvlinks[3].replay, gpu.remapped_uncorrected) == (7, 1)
+
+
+def test_another_recovery_action_has_everything_read_at_once(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    driver.set(0, "remap_pending", 1).set(0, "recovery_action", "gpu_reset")
+    assert reader.read().gpus[0].remap_pending is True
+
+
+def test_an_xid_has_everything_of_its_gpu_read_at_once(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    driver.set(None, "ecc_aggregate_uncorrected", 3).xid(1, 48)
+    assert [gpu.ecc_aggregate_uncorrected for gpu in reader.read().gpus] == [0, 3]
+
+
+def test_a_read_that_is_not_due_for_more_makes_four_calls_a_gpu(
+    driver: FakeDriver, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a call into the driver: that is what the reader costs on a real node."""
+    calls: Counter[str] = Counter()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(pynvml, name)
+            calls[name] += name.startswith("nvml") and callable(found)
+            return found
+
+    monkeypatch.setitem(sys.modules, "pynvml", Counting())
+    driver.gpus(8)
+    reader.read()
+    whole = calls.total()
+    calls.clear()
+    for _ in range(SLOW_EVERY):
+        reader.read()
+    assert calls["nvmlDeviceGetTemperature"] == calls["nvmlDeviceGetUtilizationRates"] == 8 * SLOW_EVERY
+    assert calls["nvmlDeviceGetComputeRunningProcesses_v3"] == 8 * SLOW_EVERY // MEDIUM_EVERY
+    assert calls["nvmlDeviceGetNvLinkState"] == 8 * 18
+    assert calls.total() / SLOW_EVERY < 8 * 8, "calls a read, of eight GPUs"
+    assert whole > calls.total() / SLOW_EVERY * 4, "the first read is the one that asks everything"
+
+
+def test_a_driver_of_years_ago_tells_what_it_can(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path, old=True).gpus(1).process(0, os.getpid(), 7)
+    driver.set(0, "memory_used", 1 << 30).set(0, "memory_reserved", 0).set(0, "clock_reasons", ("hw_slowdown",))
+    gpu = read_in_child(driver.env()).gpus[0]
+    assert (gpu.recovery_action, gpu.unread["recovery_action"]) == (None, "not supported")
+    assert (gpu.memory_used, gpu.clock_reasons, gpu.fabric_state) == (1 << 30, ("hw_slowdown",), "completed")
+    assert [process.memory for process in gpu.processes or ()] == [7]

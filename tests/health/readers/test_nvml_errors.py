@@ -1,0 +1,352 @@
+"""The NVML reader when the driver does not answer as it should: a value less with its reason, never a crash."""
+
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from rrl.health.readers import Absent, Denied, ReaderOptions, nvml_table
+from rrl.health.readers import nvml as nvml_reader
+from rrl.health.readers.nvml import NvmlReader
+from rrl.health.readings import Gpu, GpuXid
+from rrl.tests.health.readers.nvml_reading import SECONDS, said_in_child, start, unread_or_told
+from rrl.tests.lab.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
+
+ERRORS = {name: getattr(pynvml, name) for name in sorted(dir(pynvml)) if name.startswith("NVML_ERROR_")}
+CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})
+"""but those without which there is nothing to tell"""
+FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver(tmp_path).gpus(2)
+    driver.load()
+    monkeypatch.setenv(STATE_ENV, str(driver.state))
+    return driver
+
+
+@pytest.fixture
+def reader(driver: FakeDriver) -> Iterator[NvmlReader]:
+    reader = NvmlReader(ReaderOptions())
+    yield reader
+    reader.close()
+
+
+def read_anew() -> tuple[Gpu, ...]:
+    reader = NvmlReader(ReaderOptions())
+    try:
+        return reader.read().gpus
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_of_any_function_costs_its_value_and_says_why(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """Of the first GPU; for a reader that comes, and for one that it answered until now. The second GPU is as ever."""
+    for often in ("MEDIUM_EVERY", "SLOW_EVERY", "FIXED_EVERY"):
+        monkeypatch.setattr(nvml_table, often, 1)
+    driver.set(None, "memory_reserved", 0)  # an older function tells it, too
+    healthy = read_anew()
+    for function in (*CALLED, *FIELDS):
+        reader = NvmlReader(ReaderOptions())
+        reader.read()
+        driver.fail(function, ERRORS[error], gpu=0)
+        for gpus in (read_anew(), reader.read().gpus, reader.read().gpus):
+            assert unread_or_told(gpus[0], healthy[0]) == [], function
+            assert gpus[1] == healthy[1], function
+        driver.heal()
+        reader.close()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_of_a_function_on_all_gpus_costs_no_more_than_its_value(driver: FakeDriver, error: str) -> None:
+    driver.set(None, "memory_reserved", 0)
+    healthy = read_anew()
+    felt = set()
+    for function in CALLED:
+        driver.fail(function, ERRORS[error])
+        for now, before in zip(read_anew(), healthy, strict=True):
+            assert unread_or_told(now, before) == [], function
+            felt |= {function} if now != before else set()
+        driver.heal()
+    assert {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetName", "nvmlDeviceGetUtilizationRates"} <= felt
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_that_stops_all_is_said_in_one_line(driver: FakeDriver, reader: NvmlReader, error: str) -> None:
+    reader.read()
+    for function in ("nvmlDeviceGetCount_v2", "nvmlInitWithFlags"):
+        driver.fail(function, ERRORS[error])
+        reader.close()
+        with pytest.raises((Absent, Denied, RuntimeError), match=r"^[^\n]{10,}$"):
+            reader.read()
+        driver.heal()
+        assert len(reader.read().gpus) == 2, "it is back with the next read"
+
+
+def test_what_is_not_supported_or_not_permitted_is_called_so(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "power", None).fail("nvmlDeviceGetComputeRunningProcesses_v3", "NO_PERMISSION", 0)
+    driver.fail("field:230", "INVALID_ARGUMENT", 0).fail("nvmlDeviceGetMaxClockInfo", "FUNCTION_NOT_FOUND", 0)
+    gpu = reader.read().gpus[0]
+    assert gpu.unread["power"] == "not supported"
+    assert gpu.unread["processes"] == "not permitted"
+    assert gpu.unread["recovery_action"] == "not known to this driver"
+    assert gpu.unread["clock_sm_max"] == "no such function in this driver"
+    assert (gpu.power, gpu.processes, gpu.recovery_action, gpu.clock_sm_max, gpu.lost) == (None, None, None, None, "")
+
+
+def test_where_field_values_fail_the_functions_behind_them_are_asked(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "retired_uncorrected", 3).set(0, "retired_corrected", 0).set(0, "retired_pending", 1)
+    driver.set(0, "ecc_volatile_uncorrected", 2).set(0, "remap_failed", 1).set(0, "pcie_replays", 9)
+    driver.fail("nvmlDeviceGetFieldValues", "FUNCTION_NOT_FOUND")
+    gpu = reader.read().gpus[0]
+    assert (gpu.ecc_volatile_uncorrected, gpu.remap_failed, gpu.pcie_replays) == (2, True, 9)
+    assert (gpu.retired_uncorrected, gpu.retired_corrected, gpu.retired_pending) == (3, 0, True)
+    assert gpu.nvlinks is not None
+    assert (len(gpu.nvlinks), gpu.nvlinks[0].replay) == (18, 0)
+
+
+def test_a_value_that_is_read_again_is_no_longer_unread(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.fail("nvmlDeviceGetTemperature", "TIMEOUT")
+    assert reader.read().gpus[0].unread["temperature"] == "the driver timed out"
+    driver.heal()
+    gpu = reader.read().gpus[0]
+    assert (gpu.temperature, gpu.unread.get("temperature")) == (41, None)
+
+
+# ── GPUs that are lost ───────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [("GPU_IS_LOST", "GPU is lost"), ("RESET_REQUIRED", "GPU requires reset"), ("UNKNOWN", "Unknown Error")],
+)
+def test_a_lost_gpu_is_still_told_and_nothing_of_before_is_carried_on(
+    driver: FakeDriver, reader: NvmlReader, error: str, words: str
+) -> None:
+    before = reader.read().gpus
+    driver.lose(0, error)
+    lost, other = reader.read().gpus
+    assert lost.lost == words
+    assert (lost.uuid, lost.pci, lost.serial) == (before[0].uuid, before[0].pci, before[0].serial)
+    assert (lost.temperature, lost.nvlinks, lost.memory_used, lost.recovery_action) == (None, None, None, None)
+    assert set(lost.unread.values()) == {words}
+    assert other == before[1]
+
+
+@pytest.mark.parametrize("error", ["GPU_IS_LOST", "UNKNOWN", "IRQ_ISSUE"])
+def test_a_gpu_that_was_lost_before_we_came_has_no_name_but_is_counted(driver: FakeDriver, error: str) -> None:
+    driver.lose(0, error)
+    lost, other = read_anew()
+    assert (lost.index, lost.uuid, bool(lost.lost)) == (0, "", True)
+    assert other.lost == ""
+
+
+def test_a_lost_gpu_that_was_reset_is_found_again(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(None, "recovery_action", None)  # else its change would have everything read
+    reader.read()
+    driver.lose(0)
+    assert reader.read().gpus[0].lost
+    driver.heal().set(0, "temperature", 30).set(0, "remapped_uncorrected", 1)
+    gpu = reader.read().gpus[0]
+    assert (gpu.lost, gpu.temperature, gpu.name) == ("", 30, "NVIDIA H100 80GB HBM3 (stand-in)")
+    assert gpu.remapped_uncorrected == 1, "of before the reset"
+    assert "temperature" not in gpu.unread
+
+
+def test_a_lost_gpu_keeps_its_name_when_the_session_is_opened_anew(
+    driver: FakeDriver, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml_reader, "_SEARCH_LOST_EVERY", 2)
+    uuid = reader.read().gpus[0].uuid
+    driver.lose(0)
+    assert [reader.read().gpus[0].uuid for _ in range(5)] == [uuid] * 5
+    driver.heal()
+    assert [reader.read().gpus[0].lost for _ in range(3)][-1] == ""
+
+
+def test_an_unknown_error_of_one_function_condemns_no_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.fail("nvmlDeviceGetTemperature", "UNKNOWN")
+    gpu = reader.read().gpus[0]
+    assert (gpu.lost, gpu.temperature, gpu.unread["temperature"]) == ("", None, "Unknown Error")
+
+
+def test_a_gpu_of_somebody_elses_allocation_is_not_lost(driver: FakeDriver, reader: NvmlReader) -> None:
+    """NVML counts what the job's cgroup forbids, and refuses the handle."""
+    driver.fail("nvmlDeviceGetHandleByIndex_v2", "NO_PERMISSION", 0)
+    forbidden, ours = reader.read().gpus
+    assert (forbidden.lost, forbidden.uuid, forbidden.temperature) == ("", "", None)
+    assert set(forbidden.unread.values()) == {"not permitted"}
+    assert ours.temperature == 41
+
+
+# ── Xid events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_xids_are_told_once_in_their_order_and_by_their_gpu(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.xid(0, 13)
+    assert reader.read().xids == (), "before we listened"
+    driver.xid(1, 79).xid(0, 31).xid(1, 45)
+    zero, one = driver.uuid(0), driver.uuid(1)
+    data = reader.read()
+    assert data.xids == (GpuXid(one, 79), GpuXid(zero, 31), GpuXid(one, 45))
+    assert data.xid_events == ""
+    assert reader.read().xids == ()
+
+
+def test_an_xid_that_names_no_gpu_is_not_laid_upon_one(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    driver.xid(None, 62)
+    assert reader.read().xids == (GpuXid("", 62, "the driver did not say of which GPU"),)
+
+
+def test_a_storm_of_xids_is_told_over_several_reads(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    for _ in range(300):
+        driver.xid(0, 31)
+    assert [len(reader.read().xids) for _ in range(3)] == [256, 44, 0]
+
+
+def test_the_xid_of_a_gpu_that_is_lost_at_once_is_heard(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    driver.lose(1).xid(1, 79)
+    data = reader.read()
+    assert data.xids == (GpuXid(driver.uuid(1), 79),)
+    assert data.gpus[1].lost == "GPU is lost"
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "why"),
+    [
+        ("nvmlEventSetCreate", "NO_PERMISSION", "not permitted"),
+        ("nvmlDeviceRegisterEvents", "NOT_SUPPORTED", "not supported"),
+        ("nvmlEventSetWait_v2", "GPU_IS_LOST", "waiting for events: GPU is lost"),
+    ],
+)
+def test_why_xids_are_not_heard_is_said_until_they_are(
+    driver: FakeDriver, reader: NvmlReader, function: str, error: str, why: str
+) -> None:
+    driver.fail(function, error)
+    assert reader.read().xid_events == why
+    driver.heal()
+    assert "" in [reader.read().xid_events for _ in range(30)]
+    driver.xid(0, 94)
+    assert [xid.xid for xid in reader.read().xids] == [94]
+
+
+def test_one_gpu_without_events_leaves_the_others_heard(driver: FakeDriver, reader: NvmlReader) -> None:
+    driver.set(0, "xid_events", None)
+    assert reader.read().xid_events == f"{driver.uuid(0)}: not supported"
+    for code in range(30):  # longer than the time until it tries again
+        driver.xid(1, code).xid(0, 99)
+        assert [xid.xid for xid in reader.read().xids] == [code]
+
+
+# ── drivers that are absent, go, and come ────────────────────────────────────────────────────────────────────────────
+def test_without_the_library_there_is_nothing_to_read() -> None:
+    said = said_in_child({})
+    assert said == "Absent: libnvidia-ml.so.1 is not found: no NVIDIA driver is installed"
+
+
+def test_without_a_loaded_driver_there_is_nothing_to_read(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STATE_ENV)
+    with pytest.raises(Absent, match="driver is not loaded"):
+        read_anew()
+
+
+def test_a_driver_without_any_gpu_has_nothing_to_read(driver: FakeDriver) -> None:
+    driver.fail("nvmlInitWithFlags", "GPU_NOT_FOUND")
+    with pytest.raises(Absent, match="finds no GPU"):
+        read_anew()
+
+
+def test_a_driver_that_admits_us_not_is_denied(driver: FakeDriver) -> None:
+    driver.fail("nvmlInitWithFlags", "NO_PERMISSION")
+    with pytest.raises(Denied, match="does not admit"):
+        read_anew()
+
+
+def test_a_driver_that_is_reloaded_is_read_on(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    driver.reload().version("575.1").set(0, "temperature", 33)
+    data = reader.read()
+    assert (data.driver, data.gpus[0].temperature, data.gpus[0].unread.get("temperature")) == ("575.1", 33, None)
+    driver.xid(0, 48)
+    assert [xid.xid for xid in reader.read().xids] == [48]
+
+
+def test_a_driver_that_was_exchanged_under_the_library_is_said_and_found_again(
+    driver: FakeDriver, reader: NvmlReader
+) -> None:
+    reader.read()
+    driver.reload().fail("nvmlInitWithFlags", "LIB_RM_VERSION_MISMATCH")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="differ in version"):
+            reader.read()
+    driver.heal()
+    assert len(reader.read().gpus) == 2
+
+
+def test_an_unloaded_driver_is_absent_until_it_is_back(driver: FakeDriver, reader: NvmlReader) -> None:
+    reader.read()
+    driver.reload().fail("nvmlInitWithFlags", "DRIVER_NOT_LOADED")
+    with pytest.raises(Absent):
+        reader.read()
+    driver.heal()
+    assert len(reader.read().gpus) == 2
+
+
+def test_gpus_that_appear_and_disappear_are_told_as_they_are_counted(driver: FakeDriver, reader: NvmlReader) -> None:
+    for count in (2, 7, 8, 1, 0, 2):
+        driver.gpus(count)
+        assert [gpu.index for gpu in reader.read().gpus] == list(range(count))
+    driver.xid(1, 31)
+    assert [xid.xid for xid in reader.read().xids] == [31]
+
+
+# ── calls that hang ──────────────────────────────────────────────────────────────────────────────────────────────────
+SHORT = 1.0
+"""s: many times what a read takes, and little enough to wait for in a test"""
+
+
+def ask(process: subprocess.Popen[str]) -> None:
+    assert process.stdin
+    process.stdin.write("read\n")
+    process.stdin.flush()
+
+
+def awaited(process: subprocess.Popen[str], seconds: float) -> str:
+    """What it says within this time; nothing where it says nothing."""
+    assert process.stdout
+    return process.stdout.readline() if select.select([process.stdout], [], [], seconds)[0] else ""
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["nvmlInitWithFlags", "nvmlDeviceGetTemperature", "nvmlEventSetWait_v2", "nvmlDeviceGetHandleByIndex_v2"],
+)
+def test_a_call_that_hangs_is_seen_from_outside_and_goes_on_when_it_returns(driver: FakeDriver, function: str) -> None:
+    driver.hang(function)
+    process = start(driver.env())
+    ask(process)
+    assert awaited(process, SHORT) == "", "it came back"
+    assert process.poll() is None
+    driver.heal()
+    assert awaited(process, SECONDS).startswith('{"type":"nvml"')
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+
+
+def test_a_process_in_a_call_that_hangs_can_be_ended(driver: FakeDriver) -> None:
+    driver.hang("nvmlDeviceGetUtilizationRates", gpu=1)
+    process = start(driver.env())
+    ask(process)
+    assert awaited(process, SHORT) == "", "it came back"
+    process.terminate()
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == -signal.SIGTERM

@@ -1,0 +1,64 @@
+"""Recordings of real GPUs (``rrl.tests.lab.nvml.record``): what the stand-in says of them is what the driver said.
+
+There is none in this folder yet: no machine with a GPU was at hand. The program itself is tried on the stand-in.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.tests.health.readers.nvml_reading import SECONDS, read_in_child
+from rrl.tests.lab.nvml.driver import FakeDriver
+from rrl.tests.lab.nvml.record import Recording, play
+
+RECORDINGS = sorted(Path(__file__).with_name("recorded").glob("*.json"))
+
+
+def recorded(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "rrl.tests.lab.nvml.record"]
+    return subprocess.run(argv, env={**os.environ, **environ}, capture_output=True, text=True, timeout=SECONDS)
+
+
+def same(recording: Recording, folder: Path) -> None:
+    """The reader, told by the stand-in what the recording says, gives the recorded reading."""
+    folder.mkdir()
+    replayed = read_in_child(play(recording, folder).env())
+    assert replayed.driver == recording.reading.driver
+    for now, then in zip(replayed.gpus, recording.reading.gpus, strict=True):
+        for field in set(then.__struct_fields__) - {"processes", "unread"}:
+            assert getattr(now, field) == getattr(then, field), field
+        assert set(now.unread) - {"processes"} == set(then.unread) - {"processes"}
+
+
+if RECORDINGS:  # else there is nothing to skip
+
+    @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
+    def test_a_real_gpu_and_the_stand_in_read_alike(path: Path, tmp_path: Path) -> None:
+        same(msgspec.json.decode(path.read_bytes(), type=Recording), tmp_path / "played")
+
+
+def test_what_is_recorded_can_be_played(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path).gpus(3).set(1, "temperature", 66).set(1, "power", None).link(1, 4, "replay", 3)
+    driver.set(2, "nvlinks", None).set(0, "clock_reasons", ("sw_power_cap",)).set(0, "recovery_action", "drain_p2p")
+    done = recorded(driver.env())
+    assert done.returncode == 0, done.stderr
+    recording = msgspec.json.decode(done.stdout, type=Recording)
+    assert recording.reading.gpus[1].temperature == 66
+    assert recording.calls[1]["power by way 0"] == "not supported"
+    assert recording.calls[0]["recovery_action by field 230"] == "3"
+    assert recording.cpu_seconds > 0
+    same(recording, tmp_path / "played")
+
+
+def test_where_there_is_no_driver_nothing_is_recorded_and_one_line_says_why(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path)
+    driver.state.unlink()
+    done = recorded(driver.env())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "nothing to record: the NVIDIA driver is not loaded\n"

@@ -1,0 +1,135 @@
+"""A small site told by its histories: what several runs of several users met in a week."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rrl.health.history import (
+    Acted,
+    Began,
+    Failed,
+    Found,
+    Held,
+    Left,
+    Mended,
+    Over,
+    Record,
+    Said,
+    Told,
+    file_name,
+    line,
+)
+from rrl.health.rates import DAY
+from rrl.spec.words import Cause, Remedy, Verdict
+
+BEGAN = 1_799_971_200.0
+"""s: midnight UTC"""
+HOUR = 3600.0
+GPU = "GPU-5a3c1f00-9d2e-4b11-8c07-0123456789ab"
+ANNA, BEN, CARL = "anna", "ben", "carl"
+
+
+def began(at: float, run: str, user: str, epoch: int = 1) -> Began:
+    return Began(BEGAN + at, run, user, "lab", "math", epoch)
+
+
+def held(at: float, *nodes: str, gpus: int = 8) -> list[Record]:
+    return [Held(BEGAN + at, node, gpus) for node in nodes]
+
+
+def found(
+    at: float, node: str, verdict: Verdict = Verdict.FAIL, *, cause: Cause = Cause.GPU,
+    remedy: Remedy = Remedy.RESET_GPU, detector: str = "xid",
+    text: str = "Xid 48: double-bit ECC error", part: str = GPU,
+    life: str = "", count: int = 1, proof: bool = True,
+) -> Found:  # fmt: skip
+    said = (Said(BEGAN + at, "kernel", text),) if verdict is not Verdict.OK else ()
+    return Found(BEGAN + at, node, detector, verdict, cause, remedy, BEGAN + at, life, part, proof, count, said)
+
+
+def failed(
+    at: float, node: str, who: str = "rollout/0#1", *, cause: str = "process", detector: str = "exit_record",
+    lost: bool = False, injected: bool = False, took: tuple[str, ...] | None = None,
+    evidence: str = "it ended by signal 9",
+) -> Failed:  # fmt: skip
+    gangs = (who.partition("#")[0],) if who else ()
+    return Failed(BEGAN + at, node, who, gangs if took is None else took, cause, detector, "restart", BEGAN + at,
+                  lost=lost, injected=injected, evidence=(evidence,))  # fmt: skip
+
+
+def mended(at: float, replica: str, node: str, since: float, gpu_hours: float, ok: bool = True) -> Mended:
+    return Mended(BEGAN + at, replica, node, BEGAN + since, gpu_hours, ok)
+
+
+def acted(
+    at: float, node: str, what: str, *, reason: str = "", cause: str = "gpu", by: str = "", said: str = "",
+    evidence: str = "xid: Xid 48: double-bit ECC error",
+) -> Acted:  # fmt: skip
+    return Acted(BEGAN + at, node, what, reason, cause, by, said, (evidence,))
+
+
+def left(at: float, node: str) -> Left:
+    return Left(BEGAN + at, node)
+
+
+def over(at: float) -> Over:
+    return Over(BEGAN + at, "completed", "all steps are done")
+
+
+def told(user: str, run: str, *records: Record | Sequence[Any]) -> list[Told]:
+    flat: list[Any] = [one for part in records for one in ([part] if not isinstance(part, list) else part)]
+    return [Told(user, run, one) for one in flat]
+
+
+def week() -> list[Told]:
+    """Ten nodes, three runs. n3's GPU has double-bit errors for two users; n7 was lost once; n5 and n6 lost their
+    fabric at the same time; a rollout crashed by itself on n1; one fault was injected on n2."""
+    nodes = [f"n{i}" for i in range(1, 11)]
+    reason = "rrl:math-1: gpu: Xid 48: double-bit ECC error"
+    first = told(
+        ANNA, "math-1", began(0, "math-1", ANNA), held(0, *nodes),
+        found(DAY, "n3", text=f"Xid 48: double-bit ECC error on {GPU}, serial 1650924012345, boot id 77ab-1"),
+        failed(DAY + 60, "n3", "rollout/2#1", cause="gpu", detector="xid"),
+        acted(DAY + 61, "n3", "excluded"),
+        acted(DAY + 62, "n3", "asked", reason=reason, said="we may not drain nodes here"),
+        mended(DAY + 60 + HOUR / 2, "rollout/2", "n3", DAY + 60, 4.0),
+        failed(2 * DAY, "n1", "rollout/0#1"), mended(2 * DAY + 360, "rollout/0", "n1", 2 * DAY, 0.8),
+        failed(2.5 * DAY, "n2", "rollout/1#1", injected=True),
+        mended(2.5 * DAY + 360, "rollout/1", "n2", 2.5 * DAY, 0.8),
+        found(3 * DAY, "n5", cause=Cause.FABRIC, remedy=Remedy.EXCLUDE, detector="port_state", part="mlx5_0/1",
+              text="mlx5_0/1 is DOWN, was ACTIVE"),
+        found(3 * DAY + 5, "n6", cause=Cause.FABRIC, remedy=Remedy.EXCLUDE, detector="port_state", part="mlx5_0/1",
+              text="mlx5_0/1 is DOWN, was ACTIVE"),
+        failed(3 * DAY + 10, "n5", "rollout/3#1", cause="fabric"),
+        failed(3 * DAY + 12, "n6", "rollout/4#1", cause="fabric"),
+        found(3 * DAY + 300, "n5", Verdict.OK, cause=Cause.FABRIC, detector="port_state", part="mlx5_0/1"),
+        found(3 * DAY + 300, "n6", Verdict.OK, cause=Cause.FABRIC, detector="port_state", part="mlx5_0/1"),
+        mended(3 * DAY + 310, "rollout/3", "n5", 3 * DAY + 10, 0.7),
+        mended(3 * DAY + 310, "rollout/4", "n6", 3 * DAY + 12, 0.7),
+        over(4 * DAY),
+    )  # fmt: skip
+    second = told(
+        BEN, "code-2", began(4 * DAY, "code-2", BEN), held(4 * DAY, "n3", "n4", "n7"),
+        found(4.5 * DAY, "n3", count=2, text="Xid 48: double-bit ECC error again"),
+        failed(4.5 * DAY + 5, "n3", "rollout/0#1", cause="gpu", detector="xid"), acted(4.5 * DAY + 6, "n3", "excluded"),
+        mended(4.5 * DAY + 1805, "rollout/0", "n3", 4.5 * DAY + 5, 4.0),
+        failed(5 * DAY, "n7", "trainer/0#1", cause="node", detector="node_lost", lost=True,
+               evidence="node_lost: Slurm says DOWN"),
+        acted(5 * DAY + 1, "n7", "excluded", cause="node", evidence="node_lost: Slurm says DOWN"),
+        left(5 * DAY + 5, "n7"), mended(5 * DAY + 900, "trainer/0", "n7", 5 * DAY, 2.0), over(6 * DAY),
+    )  # fmt: skip
+    third = told(
+        CARL, "eval-3", began(5 * DAY, "eval-3", CARL), held(5 * DAY, "n8", "n9"),
+        failed(5.5 * DAY, "n8", "rollout/0#1", cause="user", detector="refusal"), over(6 * DAY),
+    )  # fmt: skip
+    return [*first, *second, *third]
+
+
+def write(folder: Path, user: str, run: str, records: Iterable[Record], epoch: int = 1) -> Path:
+    """One file of a history folder."""
+    path = folder / user / file_name(run, epoch)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(map(line, records)))
+    return path

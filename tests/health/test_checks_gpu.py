@@ -1,0 +1,336 @@
+"""Checks of GPUs and of what connects them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from rrl.health.readings import GpuProcess, HostData, NvLink, NvmlData, Stuck
+from rrl.health.seen import EVERY
+from rrl.spec.health_checks import Expect, GpuRules, Rules
+from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.tests.health.looked_at import LINKS, LookedAt, gpu, host
+
+EIGHT = Rules(expect=Expect(gpus=8))
+
+
+def test_a_healthy_node_is_well_in_every_check_of_nvml() -> None:
+    node = LookedAt().gpus(times=5)
+    assert {one.verdict for one in node.found if one.detector.startswith(("gpu", "nvlink", "pcie"))} == {Verdict.OK}
+
+
+@pytest.mark.parametrize(
+    ("check", "fields", "remedy"),
+    [
+        ("gpu_recovery_action", {"recovery_action": "gpu_reset"}, Remedy.RESET_GPU),
+        ("gpu_recovery_action", {"recovery_action": "node_reboot"}, Remedy.REBOOT),
+        ("gpu_recovery_action", {"recovery_action": "drain_p2p"}, Remedy.EXCLUDE),
+        ("gpu_recovery_action", {"recovery_action": "drain_and_reset"}, Remedy.RESET_GPU),
+        ("gpu_ecc_uncorrected", {"ecc_volatile_uncorrected": 1}, Remedy.RESET_GPU),
+        ("gpu_row_remap", {"remap_failed": True}, Remedy.SUPPORT),
+        ("gpu_retired_pages", {"retired_corrected": 60, "retired_uncorrected": 3}, Remedy.SUPPORT),
+        ("gpu_lost", {"lost": "GPU is lost"}, Remedy.REBOOT),
+    ],
+)
+def test_one_reading_that_is_proof_condemns_at_once(check: str, fields: dict[str, Any], remedy: Remedy) -> None:
+    found = LookedAt().gpus(gpu(1, **fields)).one(check)
+    assert (found.verdict, found.cause, found.remedy, found.proof) == (Verdict.FAIL, Cause.GPU, remedy, True)
+    assert (found.part, found.node) == ("GPU-1", "n1")
+
+
+def test_a_failure_names_the_gpu_as_a_request_for_another_one_must_also_once_it_is_gone() -> None:
+    named = gpu(1, serial="1650924012345", vbios="96.00.74", ecc_volatile_uncorrected=1)
+    node = LookedAt().gpus(named)
+    said = node.one("gpu_ecc_uncorrected").evidence[-1].text
+    assert "serial 1650924012345" in said
+    assert "vbios 96.00.74" in said
+    assert "driver " in said
+    gone = msgspec.structs.replace(named, serial="", name="", vbios="", lost="GPU is lost")
+    assert node.gpus(gone).one("gpu_lost").evidence[-1].text == said
+
+
+@pytest.mark.parametrize(
+    ("check", "fields"),
+    [
+        ("gpu_ecc_corrected", {"ecc_volatile_corrected": 50_000_001}),
+        ("gpu_row_remap", {"remap_pending": True}),
+        ("gpu_retired_pages", {"retired_corrected": 11}),
+        ("gpu_retired_pages", {"retired_pending": True}),
+        ("gpu_temperature", {"temperature": 87}),
+        ("gpu_temperature", {"temperature_memory": 96}),
+        ("pcie_link", {"pcie_width": 8}),
+        ("nvlink_state", {"nvlinks": LINKS[:3]}),
+        ("gpu_versions", {"vbios": "96.01"}),
+    ],
+)
+def test_what_only_warns(check: str, fields: dict[str, Any]) -> None:
+    node = LookedAt().gpus(gpu(1, **fields), times=20)
+    assert node.verdict(check) is Verdict.WARN
+    assert node.gpus(times=2).verdict(check) is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("check", "field"),
+    [
+        ("gpu_recovery_action", "recovery_action"), ("gpu_ecc_corrected", "ecc_volatile_corrected"),
+        ("gpu_temperature", "temperature"), ("gpu_throttle", "clock_reasons"), ("nvlink_errors", "nvlinks"),
+        ("nvlink_fabric", "fabric_state"), ("pcie_replays", "pcie_replays"), ("gpu_memory", "memory_used"),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_does_not_tell_is_unknown_with_the_reason(check: str, field: str) -> None:
+    blank = {"temperature_memory": None} if field == "temperature" else {}
+    silent = [gpu(i, **{field: None}, **blank, unread={field: "not supported"}) for i in range(2)]
+    node = LookedAt().gpus(*silent, times=5)
+    assert node.verdict(check) is Verdict.UNKNOWN
+    assert node.text(check) == "not to be known here: not supported (GPU 0, 1)"
+
+
+def test_a_condemned_gpu_stays_so_while_its_reading_is_missing_and_is_trusted_after_two_good_ones() -> None:
+    node = LookedAt().gpus(gpu(0, recovery_action="gpu_reset"))
+    node.gpus(gpu(0, recovery_action=None, unread={"recovery_action": "timeout"}), times=3)
+    assert node.verdict("gpu_recovery_action") is Verdict.FAIL
+    node.cannot("nvml")
+    assert node.verdict("gpu_recovery_action") is Verdict.FAIL
+    assert node.gpus().verdict("gpu_recovery_action") is Verdict.FAIL
+    assert node.gpus().verdict("gpu_recovery_action") is Verdict.OK
+
+
+# ── there at all ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_fewer_gpus_than_expected_condemn_and_none_expected_says_nothing() -> None:
+    found = LookedAt(EIGHT).gpus().one("gpu_count")
+    assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.EXCLUDE, True)
+    assert LookedAt().gpus().verdict("gpu_count") is Verdict.OK
+
+
+def test_a_gpu_that_vanishes_is_missed_also_where_no_number_is_expected() -> None:
+    node = LookedAt().gpus().reads(NvmlData(driver="570.1", gpus=(gpu(0),)))
+    assert (node.one("gpu_count").verdict, node.one("gpu_count").remedy) == (Verdict.FAIL, Remedy.REBOOT)
+
+
+def test_a_node_without_a_driver_is_unknown_and_that_decides_only_where_gpus_are_expected() -> None:
+    nothing = LookedAt().cannot("nvml", "absent", "no NVIDIA driver")
+    assert nothing.text("gpu_count") == "not to be known here: nvml: no NVIDIA driver"
+    assert nothing.verdict("readers") is Verdict.OK
+    expected = LookedAt(EIGHT).cannot("nvml", "absent", "no NVIDIA driver")
+    assert expected.verdict("readers") is Verdict.UNKNOWN
+    assert not any(one.verdict in (Verdict.FAIL, Verdict.WARN) for one in expected.found)
+
+
+# ── growing, heat ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_aggregate_ecc_errors_of_the_past_are_no_failure_and_new_ones_are() -> None:
+    old = {"ecc_volatile_uncorrected": 0, "ecc_aggregate_uncorrected": 12}
+    node = LookedAt().gpus(gpu(0, **old), times=3)
+    assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
+    node.gpus(gpu(0, **{**old, "ecc_aggregate_uncorrected": 13}))
+    assert node.verdict("gpu_ecc_uncorrected") is Verdict.FAIL
+
+
+def test_pages_retired_for_double_bit_errors_while_we_look_condemn_from_fifteen_on() -> None:
+    node = LookedAt().gpus(gpu(0, retired_corrected=8, retired_uncorrected=5))
+    node.gpus(gpu(0, retired_corrected=8, retired_uncorrected=8))
+    assert node.verdict("gpu_retired_pages") is Verdict.FAIL
+
+
+def test_heat_condemns_only_when_it_lasts() -> None:
+    node = LookedAt().gpus(gpu(0, temperature=90), times=29, every=10)
+    assert node.verdict("gpu_temperature") is Verdict.WARN
+    node.gpus(gpu(0, temperature=90), times=5, every=10)
+    found = node.one("gpu_temperature")
+    assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.EXCLUDE, False)
+
+
+def test_heat_that_comes_and_goes_does_not_add_up() -> None:
+    node = LookedAt()
+    for _ in range(20):
+        node.gpus(gpu(0, temperature=90), times=5, every=10).gpus(times=1, every=10)
+    assert node.verdict("gpu_temperature") is Verdict.WARN
+
+
+def test_a_power_cap_is_how_gpus_are_run_and_heat_that_slows_is_told_when_it_lasts() -> None:
+    assert LookedAt().gpus(gpu(0, clock_reasons=("sw_power_cap",)), times=30).verdict("gpu_throttle") is Verdict.OK
+    node = LookedAt().gpus(gpu(0, clock_reasons=("hw_thermal",)), times=9)
+    assert node.verdict("gpu_throttle") is Verdict.OK
+    assert node.gpus(gpu(0, clock_reasons=("hw_thermal",))).verdict("gpu_throttle") is Verdict.WARN
+    assert node.gpus(times=9).verdict("gpu_throttle") is Verdict.WARN
+    assert node.gpus().verdict("gpu_throttle") is Verdict.OK
+
+
+def test_a_busy_gpu_with_a_low_clock_is_evidence_of_a_straggler_and_an_idle_one_is_not() -> None:
+    assert LookedAt().gpus(gpu(0, clock_sm=900), times=10).verdict("gpu_clock") is Verdict.WARN
+    idle = gpu(0, clock_sm=345, utilization=0, clock_reasons=("gpu_idle",), pcie_gen=1)
+    node = LookedAt().gpus(idle, times=10)
+    assert (node.verdict("gpu_clock"), node.verdict("pcie_link")) == (Verdict.OK, Verdict.OK)
+    capped = LookedAt().gpus(gpu(0, clock_sm=900, clock_reasons=("sw_power_cap",)), times=10)
+    assert capped.verdict("gpu_clock") is Verdict.OK
+
+
+# ── before a role starts ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_used_memory_and_foreign_processes_matter_only_before_a_role_starts() -> None:
+    used = gpu(0, memory_used=2**30, processes=(GpuProcess(77, 1001, 2**30),))
+    node = LookedAt().gpus(used, times=5)
+    assert (node.verdict("gpu_memory"), node.verdict("gpu_processes")) == (Verdict.OK, Verdict.OK)
+    node.seen.vacant([EVERY])
+    node.gpus(used)
+    assert (node.verdict("gpu_memory"), node.verdict("gpu_processes")) == (Verdict.WARN, Verdict.WARN)
+    node.gpus(used, times=9)
+    for check in ("gpu_memory", "gpu_processes"):
+        found = node.one(check)
+        assert (found.verdict, found.cause, found.remedy) == (Verdict.FAIL, Cause.USER, Remedy.NONE)
+
+
+def test_other_jobs_gpus_are_theirs() -> None:
+    node = LookedAt()
+    node.seen.vacant(["1"])
+    node.gpus(gpu(0, memory_used=2**34, processes=(GpuProcess(77, 1001, 2**34),)), times=5)
+    assert (node.verdict("gpu_memory"), node.verdict("gpu_processes")) == (Verdict.OK, Verdict.OK)
+
+
+def test_what_the_driver_reserves_is_no_use() -> None:
+    node = LookedAt()
+    node.seen.vacant([EVERY])
+    assert node.gpus(gpu(0, memory_used=500 * 2**20), times=5).verdict("gpu_memory") is Verdict.OK
+
+
+def test_another_driver_or_vbios_than_the_fleets_warns() -> None:
+    node = LookedAt(Rules(expect=Expect(driver="570.1", vbios="96.00"))).gpus()
+    assert node.verdict("gpu_versions") is Verdict.OK
+    assert LookedAt(Rules(expect=Expect(driver="575.2"))).gpus().verdict("gpu_versions") is Verdict.WARN
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _links(**fields: Any) -> tuple[NvLink, ...]:
+    return (msgspec.structs.replace(LINKS[0], **fields), *LINKS[1:])
+
+
+def test_a_link_that_was_active_and_goes_down_condemns_after_three_looks() -> None:
+    node = LookedAt().gpus().gpus(gpu(0, nvlinks=_links(active=False)), times=2)
+    assert node.verdict("nvlink_state") is Verdict.WARN
+    assert "not seen 3 times in a row yet" in node.text("nvlink_state")
+    found = node.gpus(gpu(0, nvlinks=_links(active=False))).one("nvlink_state")
+    assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
+
+
+def test_links_that_never_were_active_are_how_the_machine_is_built() -> None:
+    never = tuple(NvLink(link=i, active=False) for i in range(4))
+    node = LookedAt().gpus(gpu(0, nvlinks=never), gpu(1, nvlinks=never), times=5)
+    assert node.verdict("nvlink_state") is Verdict.OK
+
+
+def test_one_burst_of_link_errors_warns_and_errors_in_most_windows_condemn() -> None:
+    node = LookedAt().gpus(times=2).gpus(gpu(0, nvlinks=_links(replay=3)), times=10)
+    assert node.verdict("nvlink_errors") is Verdict.WARN
+    for count in range(4, 22):
+        node.gpus(gpu(0, nvlinks=_links(replay=count)), every=60)
+    found = node.one("nvlink_errors")
+    assert (found.verdict, found.part) == (Verdict.FAIL, "GPU-0/nvlink0")
+
+
+def test_link_errors_of_the_past_count_for_nothing_and_new_ones_are_forgotten_after_their_windows() -> None:
+    node = LookedAt().gpus(gpu(0, nvlinks=_links(replay=9999)), times=3)
+    assert node.verdict("nvlink_errors") is Verdict.OK
+    node.gpus(gpu(0, nvlinks=_links(replay=10_000)))
+    assert node.verdict("nvlink_errors") is Verdict.WARN
+    node.passes(31 * 60).gpus(gpu(0, nvlinks=_links(replay=10_000)), times=3)
+    assert node.verdict("nvlink_errors") is Verdict.OK
+
+
+def test_a_flood_of_crc_errors_condemns() -> None:
+    node = LookedAt().gpus()
+    for second in range(1, 40):
+        node.gpus(gpu(0, nvlinks=_links(crc_flit=200 * second)))
+    assert node.verdict("nvlink_errors") is Verdict.FAIL
+
+
+@pytest.mark.parametrize(("state", "status"), [("in_progress", None), ("not_started", None), ("completed", "failure")])
+def test_a_gpu_outside_of_its_fabric_condemns_when_it_stays_so(state: str, status: str | None) -> None:
+    node = LookedAt().gpus(gpu(0, fabric_state=state, fabric_status=status))
+    assert node.verdict("nvlink_fabric") is Verdict.WARN
+    assert node.gpus(gpu(0, fabric_state=state, fabric_status=status), times=2).verdict("nvlink_fabric") is Verdict.FAIL
+
+
+def test_a_machine_without_a_fabric_is_well() -> None:
+    no_fabric = gpu(0, fabric_state="not_supported", fabric_status=None)
+    assert LookedAt().gpus(no_fabric, times=5).verdict("nvlink_fabric") is Verdict.OK
+
+
+@pytest.mark.parametrize(("gen", "lanes", "usual"), [(4, 16, 16), (5, 16, 31), (3, 8, 4)])
+def test_pcie_replays_are_judged_by_generation_and_lanes(gen: int, lanes: int, usual: int) -> None:
+    def with_replays(n: int) -> Any:
+        return gpu(0, pcie_replays=n, pcie_gen=gen, pcie_gen_max=gen, pcie_width=lanes, pcie_width_max=lanes)
+
+    node = LookedAt().gpus(with_replays(1000)).gpus(with_replays(1000 + usual))
+    assert node.verdict("pcie_replays") is Verdict.OK
+    node.gpus(with_replays(1000 + usual + 1))
+    assert (node.verdict("pcie_replays"), node.one("pcie_replays").remedy) == (Verdict.WARN, Remedy.SUPPORT)
+    node.passes(120).gpus(with_replays(1000 + usual + 1), times=2)
+    assert node.verdict("pcie_replays") is Verdict.OK
+
+
+# ── readers that hang ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_hung_nvml_is_unknown_until_another_witness_of_the_driver_hangs() -> None:
+    node = LookedAt().reads(host()).gpus()
+    for _ in range(5):
+        node.cannot("nvml")
+    assert node.verdict("readers") is Verdict.UNKNOWN
+    assert not any(one.verdict is Verdict.FAIL for one in node.found)
+    node.cannot("dcgm")
+    found = next(one for one in node.of("readers") if one.part == "nvml")
+    assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
+    assert node.gpus(times=2).verdict("readers") is Verdict.UNKNOWN, "DCGM still hangs"
+
+
+def test_a_hung_nvml_and_a_process_stuck_in_its_driver_condemn_after_three_deadlines() -> None:
+    stuck = host(stuck=(Stuck(pid=9, uid=1001, name="python", seconds=40, where="nvidia_unlocked_ioctl"),))
+    node = LookedAt().reads(stuck).cannot("nvml").cannot("nvml")
+    assert node.verdict("readers") is Verdict.UNKNOWN
+    assert node.cannot("nvml").verdict("readers") is Verdict.FAIL
+
+
+def test_a_process_stuck_elsewhere_is_no_witness_of_the_driver() -> None:
+    stuck: HostData = host(stuck=(Stuck(pid=9, uid=1001, name="cp", seconds=40, where="nfs_wait_bit_killable"),))
+    node = LookedAt().reads(stuck)
+    for _ in range(6):
+        node.cannot("nvml")
+    assert node.verdict("readers") is Verdict.UNKNOWN
+
+
+# ── guards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_check_can_be_observed_only_or_off() -> None:
+    bad = gpu(0, ecc_volatile_uncorrected=1)
+    observed = LookedAt(Rules(checks={"gpu_ecc_uncorrected": "observe"})).gpus(bad).one("gpu_ecc_uncorrected")
+    assert (observed.verdict, observed.remedy, observed.proof) == (Verdict.WARN, Remedy.NONE, False)
+    assert observed.evidence[-1].text == "observe only: nothing is done for it"
+    assert LookedAt(Rules(checks={"gpu_ecc_uncorrected": "off"})).gpus(bad).of("gpu_ecc_uncorrected") == []
+
+
+def test_findings_of_an_unchanged_situation_are_equal_and_keep_their_times() -> None:
+    def bad(count: int) -> Any:
+        return gpu(0, ecc_volatile_uncorrected=count, temperature=80 + count, ecc_volatile_corrected=count)
+
+    node = LookedAt().gpus(bad(7))
+    first = node.found
+    for count in range(8, 30):
+        node.gpus(bad(count))
+        assert node.one("gpu_ecc_uncorrected") == first[[f.detector for f in first].index("gpu_ecc_uncorrected")]
+
+
+def test_new_rules_do_not_forgive() -> None:
+    node = LookedAt().gpus(gpu(0, recovery_action="gpu_reset"))
+    node.rules = Rules(gpu=GpuRules(hot=100))
+    assert node.looks().verdict("gpu_recovery_action") is Verdict.FAIL
+
+
+def test_looking_again_without_a_reading_changes_nothing() -> None:
+    node = LookedAt().gpus().gpus(gpu(0, fabric_state="in_progress"))
+    before = node.found
+    for _ in range(5):
+        assert node.looks().found == before
+
+
+def test_every_finding_has_a_key_of_its_own() -> None:
+    ill = [gpu(i, temperature=99, recovery_action="node_reboot", pcie_width=8) for i in range(2)]
+    node = LookedAt(EIGHT).gpus(*ill, times=5).xid(79).cannot("kernel", "broken", "x").cannot("nvml")
+    keys = [one.key for one in node.found]
+    assert len(set(keys)) == len(keys)

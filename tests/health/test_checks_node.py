@@ -1,0 +1,251 @@
+"""Checks of the rest of a node: DCGM's verdicts, kernel log, InfiniBand, mounts, host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident, FabricData, KernelEvent, Mount, Stuck
+from rrl.spec.health_checks import Expect, Rules
+from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.tests.health.looked_at import LookedAt, host, port
+
+HOUR = 3600.0
+
+
+# ── DCGM ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def dcgm(code: str, severity: Any = "fail", source: Any = "health", system: str = "Memory") -> DcgmData:
+    incident = DcgmIncident(gpu="GPU-0", system=system, code=code, severity=severity, text="words", source=source)
+    return DcgmData(incidents=(incident,))
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "remedy"),
+    [
+        ("VOLATILE_DBE_DETECTED", Verdict.FAIL, Remedy.RESET_GPU),
+        ("NVLINK_DOWN", Verdict.FAIL, Remedy.REBOOT),
+        ("UNCONTAINED_ERROR", Verdict.FAIL, Remedy.REBOOT),
+        ("FIELD_VIOLATION", Verdict.FAIL, Remedy.REBOOT),
+        ("ROW_REMAP_FAILURE", Verdict.FAIL, Remedy.SUPPORT),
+        ("NVLINK_CRC_ERROR_THRESHOLD", Verdict.FAIL, Remedy.SUPPORT),
+        ("PENDING_ROW_REMAP", Verdict.WARN, Remedy.RESET_GPU),
+        ("CLOCKS_EVENT_THERMAL", Verdict.WARN, Remedy.SUPPORT),
+        ("FABRIC_MANAGER_TRAINING_ERROR", Verdict.WARN, Remedy.SUPPORT),
+        ("SOMETHING_NEW", Verdict.WARN, Remedy.SUPPORT),
+        ("CLOCK_THROTTLE_POWER", Verdict.OK, Remedy.NONE),
+        ("VOLATILE_SBE_DETECTED", Verdict.OK, Remedy.NONE),
+        ("NVLINK_ERROR_THRESHOLD", Verdict.OK, Remedy.NONE),
+        ("NVSWITCH_NON_FATAL_ERROR", Verdict.OK, Remedy.NONE),
+    ],
+)
+def test_dcgms_incidents_are_judged_by_their_code(code: str, verdict: Verdict, remedy: Remedy) -> None:
+    node = LookedAt().reads(dcgm(code), times=3)
+    assert (node.verdict("dcgm_health"), node.one("dcgm_health").remedy) == (verdict, remedy)
+
+
+def test_one_incident_is_no_proof_and_what_dcgm_only_warns_of_never_condemns() -> None:
+    assert LookedAt().reads(dcgm("NVLINK_DOWN"), times=2).verdict("dcgm_health") is Verdict.WARN
+    assert LookedAt().reads(dcgm("NVLINK_DOWN", "warn"), times=9).verdict("dcgm_health") is Verdict.WARN
+
+
+def test_a_failed_test_of_diag_condemns_and_those_that_gcm_skips_do_not() -> None:
+    node = LookedAt().reads(dcgm("", source="diag", system="Memory"))
+    assert (node.verdict("dcgm_diag"), node.one("dcgm_diag").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
+    for skipped in ("Denylist", "Blacklist", "Inforom"):
+        assert LookedAt().reads(dcgm("", source="diag", system=skipped)).verdict("dcgm_diag") is Verdict.OK
+
+
+def test_dcgms_exporter_is_a_second_witness_of_bad_memory() -> None:
+    cases: tuple[dict[str, Any], ...] = ({"ecc_volatile_uncorrected": 2}, {"remap_failed": True})
+    for told in cases:
+        found = LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),))).one("dcgm_memory")
+        assert (found.verdict, found.part, found.proof) == (Verdict.FAIL, "GPU-1", True)
+    assert LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1"),))).verdict("dcgm_memory") is Verdict.OK
+
+
+def test_dcgmi_that_is_not_installed_is_unknown() -> None:
+    node = LookedAt().reads(DcgmData(unread={"health": "dcgmi is not installed", "diag": "not asked for"}))
+    assert (node.verdict("dcgm_health"), node.verdict("dcgm_diag")) == (Verdict.UNKNOWN, Verdict.UNKNOWN)
+    assert "dcgmi is not installed" in node.text("dcgm_health")
+
+
+# ── kernel log ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def line(kind: Any, text: str, device: str = "", age: float = 0.0) -> KernelEvent:
+    return KernelEvent(kind=kind, text=text, device=device, age=age)
+
+
+@pytest.mark.parametrize(
+    ("event", "check", "verdict", "cause"),
+    [
+        (line("io", "nvme0n1: I/O error, dev nvme0n1, sector 8", "nvme0n1"), "kernel_io", Verdict.FAIL, Cause.STORAGE),
+        (line("io", "sr0: I/O error", "sr0"), "kernel_io", Verdict.OK, None),
+        (line("filesystem", "EXT4-fs (sda1): Remounting filesystem read-only", "sda1"), "kernel_filesystem",
+         Verdict.FAIL, Cause.STORAGE),
+        (line("filesystem", "nfs: server fs1 not responding, still trying"), "kernel_filesystem", Verdict.WARN,
+         Cause.STORAGE),
+        (line("mce", "mce: [Hardware Error]: Uncorrected error"), "kernel_mce", Verdict.FAIL, Cause.NODE),
+        (line("mce", "mce: [Hardware Error]: Corrected error"), "kernel_mce", Verdict.WARN, Cause.NODE),
+        (line("nic", "ib0: Lost carrier", "ib0"), "kernel_nic", Verdict.WARN, Cause.FABRIC),
+        (line("oom", "Out of memory: Killed process 7 (python)"), "oom", Verdict.WARN, Cause.USER),
+    ],
+)  # fmt: skip
+def test_lines_of_the_kernel_log(event: KernelEvent, check: str, verdict: Verdict, cause: Cause | None) -> None:
+    node = LookedAt().log(event)
+    assert node.verdict(check) is verdict
+    assert cause is None or node.one(check).cause is cause
+
+
+def test_a_line_counts_for_a_day() -> None:
+    node = LookedAt().log(line("io", "nvme0n1: I/O error", "nvme0n1", age=23 * HOUR))
+    assert node.verdict("kernel_io") is Verdict.FAIL
+    assert node.passes(2 * HOUR).log().log().verdict("kernel_io") is Verdict.OK
+
+
+def test_a_third_flap_of_an_infiniband_link_within_an_hour_condemns_and_of_ethernet_never() -> None:
+    for device, verdict in (("ib0", Verdict.FAIL), ("eth0", Verdict.WARN)):
+        node = LookedAt()
+        for _ in range(3):
+            node.log(line("nic", f"{device}: Lost carrier", device)).passes(600)
+        assert node.verdict("kernel_nic") is verdict
+
+
+def test_a_kill_for_memory_is_the_users_and_those_before_us_are_nobodys() -> None:
+    assert LookedAt().log(line("oom", "Out of memory", age=HOUR)).verdict("oom") is Verdict.OK
+    node = LookedAt().reads(host(oom_kills=3)).reads(host(oom_kills=4))
+    assert (node.verdict("oom"), node.one("oom").cause) == (Verdict.WARN, Cause.USER)
+
+
+def test_a_log_that_may_not_be_read_is_unknown() -> None:
+    node = LookedAt().cannot("kernel", "denied", "kernel.dmesg_restrict is 1")
+    assert {node.verdict(check) for check in ("kernel_io", "kernel_mce", "kernel_nic")} == {Verdict.UNKNOWN}
+
+
+# ── InfiniBand and RoCE ──────────────────────────────────────────────────────────────────────────────────────────────
+def ports(*told: Any, missing: tuple[str, ...] = ()) -> FabricData:
+    return FabricData(ports=told, missing_char_devices=missing)
+
+
+def test_a_port_that_was_active_condemns_after_three_looks_and_one_that_never_was_does_not() -> None:
+    unused = port("mlx5_9", state="DOWN", physical="Disabled")
+    node = LookedAt().reads(ports(port(), unused), times=5, every=5)
+    assert node.verdict("fabric_port") is Verdict.OK
+    node.reads(ports(port(state="DOWN", physical="Polling"), unused), times=2, every=5)
+    assert node.verdict("fabric_port") is Verdict.WARN
+    found = node.reads(ports(port(state="DOWN", physical="Polling"), unused), every=5).one("fabric_port")
+    assert (found.verdict, found.cause, found.part) == (Verdict.FAIL, Cause.FABRIC, "mlx5_0/1")
+
+
+def test_a_link_that_comes_back_within_a_second_condemns_nobody() -> None:
+    node = LookedAt().reads(ports(port())).reads(ports(port(state="INIT"))).reads(ports(port()), times=2)
+    assert node.verdict("fabric_port") is Verdict.OK
+
+
+def test_an_expected_port_must_be_up_from_the_beginning() -> None:
+    rules = Rules(expect=Expect(ports=("mlx5_0/1", "mlx5_7/1")))
+    node = LookedAt(rules).reads(ports(port(state="DOWN")), times=3)
+    assert {one.part for one in node.of("fabric_port") if one.verdict is Verdict.FAIL} == {"mlx5_0/1", "mlx5_7/1"}
+
+
+def test_devices_are_counted() -> None:
+    rules = Rules(expect=Expect(hcas=2))
+    assert LookedAt(rules).reads(ports(port()), times=3).verdict("hca_count") is Verdict.FAIL
+    assert LookedAt(rules).reads(ports(port(), port("mlx5_1")), times=3).verdict("hca_count") is Verdict.OK
+    node = LookedAt().reads(ports(port(), port("mlx5_1"))).reads(ports(port()), times=2)
+    assert node.verdict("hca_count") is Verdict.WARN
+    assert node.reads(ports(port())).verdict("hca_count") is Verdict.FAIL
+
+
+def test_missing_devices_of_verbs_condemn_after_three_looks() -> None:
+    node = LookedAt().reads(ports(port(), missing=("uverbs0",)), times=3)
+    assert node.verdict("fabric_devices") is Verdict.FAIL
+    assert LookedAt().reads(ports(port(), missing=("issm0",)), times=5).verdict("fabric_devices") is Verdict.OK
+
+
+@pytest.mark.parametrize("counter", ["link_downed", "excessive_buffer_overrun_errors"])
+def test_a_fatal_counter_that_rises_condemns_and_its_past_does_not(counter: str) -> None:
+    node = LookedAt().reads(ports(port(counters={counter: 40})), times=5)
+    assert node.verdict("fabric_errors") is Verdict.OK
+    node.reads(ports(port(counters={counter: 41})))
+    assert (node.verdict("fabric_errors"), node.one("fabric_errors").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
+
+
+def test_symbol_errors_condemn_above_120_an_hour_and_ten_a_second_warn() -> None:
+    few = LookedAt().reads(ports(port(counters={"symbol_error": 0}))).reads(ports(port(counters={"symbol_error": 119})))
+    assert (few.verdict("fabric_errors"), few.verdict("fabric_degraded")) == (Verdict.OK, Verdict.OK)
+    many = LookedAt().reads(ports(port(counters={"symbol_error": 0})), every=5)
+    for look in range(1, 9):
+        many.reads(ports(port(counters={"symbol_error": 60 * look})), every=5)
+    assert (many.verdict("fabric_errors"), many.verdict("fabric_degraded")) == (Verdict.FAIL, Verdict.WARN)
+
+
+@pytest.mark.parametrize(
+    ("counter", "rise"),
+    [("port_rcv_errors", 400), ("local_ack_timeout_err", 40), ("port_xmit_discards", 4000), ("roce_slow_restart", 400),
+     ("link_error_recovery", 6), ("carrier_changes", 3)],
+)  # fmt: skip
+def test_rates_above_their_limits_warn(counter: str, rise: int) -> None:
+    node = LookedAt().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise})))
+    assert (node.verdict("fabric_degraded"), node.one("fabric_degraded").remedy) == (Verdict.WARN, Remedy.SUPPORT)
+    assert counter in node.text("fabric_degraded") or "carrier" in node.text("fabric_degraded")
+    half = LookedAt().reads(ports(port(counters={counter: 10}))).reads(ports(port(counters={counter: 10 + rise // 2})))
+    assert half.verdict("fabric_degraded") is Verdict.OK
+
+
+# ── host ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_mount_that_does_not_answer_condemns_after_three_looks() -> None:
+    dead = host(mounts=(Mount(path="/scratch", answers=False, why="did not answer within 10 s", filesystem="nfs4"),))
+    node = LookedAt().reads(dead, times=2, every=10)
+    assert node.verdict("mounts") is Verdict.WARN
+    found = node.reads(dead, every=10).one("mounts")
+    assert (found.verdict, found.cause, found.part) == (Verdict.FAIL, Cause.STORAGE, "/scratch")
+    assert node.reads(host(), times=2).verdict("mounts") is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "used", "inodes", "verdict"),
+    [("ext4", 0.79, 0.1, Verdict.OK), ("ext4", 0.81, 0.1, Verdict.WARN), ("xfs", 0.1, 0.85, Verdict.WARN),
+     ("ext4", 0.97, 0.1, Verdict.FAIL), ("xfs", 0.1, 0.99, Verdict.FAIL), ("lustre", 0.99, 0.1, Verdict.WARN),
+     ("nfs4", 0.99, None, Verdict.WARN), ("", None, None, Verdict.OK)],
+)  # fmt: skip
+def test_room_on_disks(filesystem: str, used: float | None, inodes: float | None, verdict: Verdict) -> None:
+    mount = Mount(path="/x", answers=True, filesystem=filesystem, used=used, inodes_used=inodes)
+    assert LookedAt().reads(host(mounts=(mount,)), times=3).verdict("disk") is verdict
+
+
+def test_memory_against_what_is_there_and_what_is_expected() -> None:
+    assert LookedAt().reads(host(memory_available=10 * 2**30)).verdict("memory") is Verdict.WARN
+    rules = Rules(expect=Expect(memory=1024 * 2**30))
+    assert LookedAt(rules).reads(host()).verdict("memory") is Verdict.WARN
+    assert LookedAt(Rules(expect=Expect(memory=500 * 2**30))).reads(host()).verdict("memory") is Verdict.OK
+
+
+def test_governor_and_clock_source() -> None:
+    rules = Rules(expect=Expect(governor="performance", clock_source="tsc"))
+    assert LookedAt(rules).reads(host()).verdict("cpu_governor") is Verdict.OK
+    assert LookedAt(rules).reads(host(governor="powersave")).verdict("cpu_governor") is Verdict.WARN
+    assert LookedAt().reads(host(governor="powersave")).verdict("cpu_governor") is Verdict.OK
+    assert LookedAt(rules).reads(host(clock_source="kvm-clock")).verdict("clock_source") is Verdict.WARN
+    assert LookedAt().reads(host(clock_source="hpet")).verdict("clock_source") is Verdict.WARN
+    assert LookedAt().reads(host(clock_source="kvm-clock")).verdict("clock_source") is Verdict.OK
+
+
+def test_a_process_in_state_d_warns_after_five_minutes_and_condemns_if_it_outlives_our_kill() -> None:
+    def stuck(seconds: float) -> Any:
+        return host(stuck=(Stuck(pid=9, uid=1001, name="python", seconds=seconds, where="rpc_wait"),))
+
+    assert LookedAt().reads(stuck(200)).verdict("stuck") is Verdict.OK
+    assert LookedAt().reads(stuck(301)).verdict("stuck") is Verdict.WARN
+    node = LookedAt()
+    node.seen.killed(node.now)
+    node.passes(50).reads(stuck(55), times=3)
+    assert node.verdict("stuck") is Verdict.OK
+    node.passes(20)
+    for more in (73, 74, 75):
+        node.reads(stuck(more))
+    assert (node.verdict("stuck"), node.one("stuck").remedy) == (Verdict.FAIL, Remedy.REBOOT)
+
+
+def test_zombies() -> None:
+    assert LookedAt().reads(host(zombies=3)).verdict("zombies") is Verdict.OK
+    assert LookedAt().reads(host(zombies=51)).verdict("zombies") is Verdict.WARN

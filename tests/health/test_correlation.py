@@ -1,0 +1,260 @@
+"""Many at once are not each to blame: what nodes share is held back, remembered, and named once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from rrl.health.correlation import (
+    HUNG_TOGETHER,
+    LASTS,
+    SETTLE,
+    SILENT_TOGETHER,
+    WINDOW,
+    Here,
+    Memory,
+    correlate,
+    remembered,
+)
+from rrl.spec.words import Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict
+
+
+def on(node: str, cause: Cause = Cause.STORAGE, detector: str = "mount", part: str = "/data", proof: bool = False,
+       verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
+    evidence = (Evidence("host", f"{part} does not answer", 0.0),)
+    return Finding(
+        detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, part=part
+    )
+
+
+def stalls(index: int, since: float = 0.0) -> Finding:
+    life = Life(ReplicaId(f"rollout/{index}"), 1)
+    evidence = (Evidence("worker", "no tokens", since),)
+    return Finding("no_progress", Verdict.FAIL, Cause.HANG, Remedy.RESTART, since, evidence, life=life)
+
+
+class Run:
+    """A run of so many nodes, on all of which a role works, and time."""
+
+    def __init__(self, nodes: int = 10, rollouts: int = 0, idle: Sequence[str] = ()) -> None:
+        occupied = {NodeName(f"n{i}") for i in range(nodes)} - {NodeName(name) for name in idle}
+        self.here = Here(nodes, occupied, {Life(ReplicaId(f"rollout/{i}"), 1) for i in range(rollouts)})
+        self.memory, self.now, self.again = Memory(), 1000.0, 0.0
+
+    def finds(self, *findings: Finding, after: float = 0.0) -> dict[str, Verdict]:
+        """What becomes of them, by node or replica; the run's own under ``run``."""
+        self.now += after
+        told, self.memory, self.again = correlate(findings, self.here, self.memory, self.now)
+        self.told = told
+        return {str(one.node or (one.life.replica if one.life else "run")): one.verdict for one in told}
+
+
+FAIL, WARN = Verdict.FAIL, Verdict.WARN
+
+
+def test_a_mount_that_hangs_on_many_nodes_condemns_none_of_them_and_is_named_once() -> None:
+    run = Run()
+    assert run.finds(on("n1"), on("n2")) == {"n1": WARN, "n2": WARN, "run": WARN}
+    assert all(one.remedy is Remedy.NONE for one in run.told if one.node)
+    (shared,) = [one for one in run.told if one.node is None]
+    assert (shared.cause, shared.key) == (Cause.STORAGE, "correlated:run:storage:mount:/data")
+    assert "n1, n2" in shared.evidence[0].text
+
+
+def test_different_mounts_are_different_events() -> None:
+    run = Run()
+    run.finds(on("n1", part="/data"), on("n2", part="/scratch"))
+    assert run.finds(on("n1", part="/data"), on("n2", part="/scratch"), after=SETTLE) == {"n1": FAIL, "n2": FAIL}
+
+
+def test_what_nodes_may_share_waits_for_others_before_it_condemns_the_first_that_says_so() -> None:
+    run = Run()
+    assert run.finds(on("n1")) == {"n1": WARN}
+    assert run.again == run.now + SETTLE
+    assert run.finds(on("n1"), after=SETTLE - 1.0) == {"n1": WARN}
+    assert run.finds(on("n1"), after=1.0) == {"n1": FAIL}
+
+
+def test_a_node_on_which_nobody_works_yet_is_not_waited_for() -> None:
+    run = Run(idle=["n1"])
+    assert run.finds(on("n1")) == {"n1": FAIL}
+
+
+def test_a_gpu_does_not_wait_but_the_same_on_many_nodes_is_the_driver() -> None:
+    run = Run()
+    assert run.finds(on("n1", Cause.GPU, "ecc", "GPU-1")) == {"n1": FAIL}
+    seen = run.finds(on("n1", Cause.GPU, "ecc", "GPU-1"), on("n2", Cause.GPU, "ecc", "GPU-2"), after=10.0)
+    assert seen == {"n1": WARN, "n2": WARN, "run": WARN}
+    assert next(one for one in run.told if one.node is None).cause is Cause.SOFTWARE
+
+
+@pytest.mark.parametrize(("nodes", "many"), [(4, 2), (10, 2), (11, 3), (20, 4)])
+def test_many_are_a_fifth_of_the_nodes_and_two_at_least(nodes: int, many: int) -> None:
+    few, enough = Run(nodes), Run(nodes)
+    assert "run" not in few.finds(*(on(f"n{i}") for i in range(many - 1)))
+    assert "run" in enough.finds(*(on(f"n{i}") for i in range(many)))
+
+
+def test_two_nodes_that_fail_long_after_one_another_are_two_events() -> None:
+    run = Run()
+    run.finds(on("n1"))
+    assert run.finds(on("n1"), after=SETTLE) == {"n1": FAIL}
+    assert run.finds(on("n1"), on("n2"), after=WINDOW + 1.0)["n1"] is FAIL
+    assert "run" not in run.finds(on("n1"), on("n2"), after=SETTLE)
+
+
+def test_a_node_that_is_well_again_still_counts_for_the_others_of_its_time() -> None:
+    run = Run()
+    run.finds(on("n1"))
+    assert run.finds(after=10.0) == {}
+    assert run.finds(on("n2"), after=10.0) == {"n2": WARN, "run": WARN}
+
+
+def test_stragglers_of_an_event_are_held_too_and_afterwards_each_counts_for_itself() -> None:
+    run = Run()
+    run.finds(on("n1"), on("n2"))
+    run.finds(after=5.0)
+    assert run.finds(on("n3"), after=LASTS / 2)["n3"] is WARN
+    assert run.finds(on("n3"), after=LASTS / 2)["n3"] is FAIL
+    assert "run" not in run.finds(on("n3"), after=1.0)
+
+
+def test_an_event_lasts_while_enough_say_so() -> None:
+    run = Run()
+    for _ in range(5):
+        assert run.finds(on("n1"), on("n2"), after=LASTS / 2) == {"n1": WARN, "n2": WARN, "run": WARN}
+
+
+def test_an_unchanged_situation_is_told_in_equal_words() -> None:
+    run = Run()
+    run.finds(on("n1"), on("n2"))
+    before = run.told
+    run.finds(on("n1"), on("n2"), after=60.0)
+    assert run.told == before
+
+
+def test_proof_and_the_silence_of_nodes_pass() -> None:
+    run = Run()
+    proofs = [on(f"n{i}", Cause.GPU, "xid", "", proof=True) for i in range(5)]
+    silent = [on(f"n{i}", Cause.NODE, "node_lost", "") for i in range(5, 10)]
+    assert set(run.finds(*proofs, *silent).values()) == {FAIL}
+
+
+def test_rollouts_that_all_stall_at_once_are_left_alone_for_a_while_and_only_once() -> None:
+    run = Run(rollouts=3)
+    every = [stalls(i, since=990.0 + i) for i in range(3)]
+    assert set(run.finds(*every).values()) == {WARN}
+    assert run.again == run.now + HUNG_TOGETHER
+    assert run.finds(*every, after=HUNG_TOGETHER)["rollout/0"] is FAIL
+    assert run.finds(*every, after=1.0)["rollout/0"] is FAIL
+    assert run.finds(after=1.0) == {}
+
+
+@pytest.mark.parametrize("hung", [1, 2])
+def test_rollouts_that_stall_while_others_work_are_their_own_fault(hung: int) -> None:
+    run = Run(rollouts=3)
+    assert set(run.finds(*(stalls(i) for i in range(hung))).values()) == {FAIL}
+
+
+def test_rollouts_that_stall_one_after_the_other_are_not_one_event() -> None:
+    run = Run(rollouts=3)
+    assert set(run.finds(*(stalls(i, since=100.0 * i) for i in range(3))).values()) == {FAIL}
+
+
+def _silent(run: Run, began: dict[str, float]) -> None:
+    """Not heard since then, though their nodes are: by replica; each of a gang is on a node of its own."""
+    run.here = replace(run.here, silent={
+        Life(ReplicaId(name), 1): (NodeName(f"n{index}"), at) for index, (name, at) in enumerate(began.items())
+    })  # fmt: skip
+
+
+def silence(name: str, since: float) -> Finding:
+    evidence = (Evidence("manager", "no beat for 10 s after its last one", since),)
+    return Finding("worker_silence", FAIL, Cause.PROCESS, Remedy.RESTART, since, evidence,
+                   life=Life(ReplicaId(name), 1))  # fmt: skip
+
+
+def test_workers_of_three_nodes_that_fall_silent_at_once_are_left_alone_for_a_while_and_only_once() -> None:
+    run, names = Run(), ("rollout/0", "rollout/1", "trainer/0.0")
+    _silent(run, dict.fromkeys(names, 990.0))
+    every = [silence(name, 990.0) for name in names]
+    assert run.finds(every[0]) == {"rollout/0": WARN, "run": WARN}, "the others are silent too, and will be condemned"
+    assert set(run.finds(*every, after=1.0).values()) == {WARN}
+    assert run.again == run.now - 1.0 + SILENT_TOGETHER
+    assert set(run.finds(*every, after=SILENT_TOGETHER).values()) == {FAIL, WARN}
+    assert run.finds(*every)["rollout/0"] is FAIL
+    assert run.finds(after=1.0) == {}
+
+
+@pytest.mark.parametrize(
+    "began",
+    [
+        {"rollout/0": 990.0, "rollout/1": 990.0},
+        {"rollout/0": 990.0, "rollout/1": 990.0, "rollout/2": 970.0},
+        {"trainer/0.0": 990.0, "trainer/0.1": 990.0, "trainer/0.2": 990.0},
+    ],
+    ids=["two", "one long before", "one gang"],
+)
+def test_workers_that_fall_silent_for_themselves_are_condemned(began: dict[str, float]) -> None:
+    run = Run()
+    _silent(run, began)
+    first = next(iter(began))
+    assert run.finds(silence(first, began[first])) == {first: FAIL}
+
+
+def test_workers_of_one_node_that_fall_silent_are_its_own_matter() -> None:
+    run, names = Run(), ("rollout/0", "rollout/1", "rollout/2")
+    run.here = replace(run.here, silent={Life(ReplicaId(name), 1): (NodeName("n1"), 990.0) for name in names})
+    assert set(run.finds(*(silence(name, 990.0) for name in names)).values()) == {FAIL}
+
+
+def test_of_two_rollouts_it_may_be_a_coincidence() -> None:
+    run = Run(rollouts=2)
+    assert set(run.finds(stalls(0), stalls(1)).values()) == {FAIL}
+
+
+def test_of_rollouts_that_stall_together_the_first_that_fails_waits_for_those_that_are_only_suspected() -> None:
+    run = Run(rollouts=3)
+    suspected = [replace(stalls(i, since=990.0), verdict=WARN, detector="suspected") for i in (1, 2)]
+    seen = run.finds(stalls(0, since=985.0), *suspected)
+    assert seen == {"rollout/0": WARN, "rollout/1": WARN, "rollout/2": WARN, "run": WARN}
+    assert run.finds(stalls(0, since=985.0), *suspected, after=HUNG_TOGETHER)["rollout/0"] is FAIL
+
+
+def test_rollouts_that_are_all_suspected_are_nothing_in_common_until_one_fails() -> None:
+    run = Run(rollouts=3)
+    assert "run" not in run.finds(*(replace(stalls(i), verdict=WARN) for i in range(3)))
+
+
+def test_a_node_that_was_left_keeps_nobody_elses_finding_back_for_ever() -> None:
+    run = Run()
+    both = (on("n1", Cause.GPU, "ecc"), on("n2", Cause.GPU, "ecc"))
+    run.finds(both[0])
+    run.here = replace(run.here, left={NodeName("n1")})
+    assert run.finds(*both, after=10.0)["n2"] is WARN
+    assert run.finds(*both, after=LASTS)["n2"] is FAIL
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(2, 2), (4, 3), (10, 6)])
+def test_a_rule_by_which_most_nodes_are_proved_to_be_bad_condemns_none_of_the_others(nodes: int, most: int) -> None:
+    run = Run(nodes)
+    proofs = [on(f"n{i}", Cause.GPU, "gpu_count", "", proof=True) for i in range(nodes)]
+    assert set(run.finds(*proofs[: most - 1]).values()) == {FAIL}
+    seen = run.finds(*proofs[:most], after=1.0)
+    assert set(seen.values()) == {WARN}
+    (shared,) = [one for one in run.told if one.node is None]
+    assert "a site's rule is wrong" in shared.evidence[0].text
+
+
+def test_the_next_manager_knows_what_is_shared_and_since_when_others_are_condemned() -> None:
+    run = Run()
+    shared = (on("n1", part="/a:b"), on("n2", part="/a:b"))
+    run.finds(*shared, on("n3", Cause.GPU, "ecc"))
+    before = {one.key: one for one in run.told}
+    run.memory = remembered(run.told, run.now)
+    assert run.finds(shared[0], after=1.0)["n1"] is WARN
+    assert all(before[one.key] == one for one in run.told)
+    run.memory = remembered([on("n3", Cause.GPU, "ecc")], run.now)  # since the beginning
+    assert run.finds(on("n3", Cause.GPU, "ecc"), on("n4", Cause.GPU, "ecc"))["n4"] is FAIL

@@ -1,0 +1,200 @@
+"""The administrator's cache: what is new is read, what changed is read anew, what is not believed is not."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from rrl.health.history import MOST_LINE, Record, file_name, line
+from rrl.health.history_cache import HistoryCache, Sources, cache_path
+from rrl.manager.history_keeper import own_name
+from rrl.tests.health.site import BEGAN, HOUR, began, failed, found, held, left, over, write
+
+ME = own_name()
+NOBODY = 65534
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "history"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "history.sqlite"
+
+
+def read(folder: Path, file: Path, since: float = 0.0) -> tuple[list[Record], Sources]:
+    cache = HistoryCache([folder], file)
+    try:
+        sources = cache.refresh()
+        return [one.record for one in cache.told(since)], sources
+    finally:
+        cache.close()
+
+
+def records() -> list[Record]:
+    return [began(0, "r", ME), *held(0, "n1"), found(5, "n1"), failed(6, "n1")]
+
+
+def test_everything_that_was_written_is_told(folder: Path, file: Path) -> None:
+    write(folder, ME, "r", records())
+    told, sources = read(folder, file)
+    assert told == records()
+    assert (sources.files, sources.records, sources.skipped, sources.refused) == (1, 4, 0, ())
+
+
+def test_what_is_new_is_added_and_the_old_is_not_read_again(folder: Path, file: Path) -> None:
+    path = write(folder, ME, "r", records())
+    read(folder, file)
+    db = sqlite3.connect(file)
+    db.execute("UPDATE records SET line = CAST(replace(CAST(line AS TEXT), 'n1', 'n9') AS BLOB)")
+    db.commit()
+    db.close()  # what was read before is recognized by this
+    with path.open("ab") as more:
+        more.write(line(left(9, "n1")))
+    told, _ = read(folder, file)
+    assert [getattr(one, "node", "") for one in told] == ["", "n9", "n9", "n9", "n1"]
+
+
+def test_a_torn_line_is_read_once_it_is_whole(folder: Path, file: Path) -> None:
+    path = write(folder, ME, "r", records())
+    whole = line(left(9, "n1"))
+    with path.open("ab") as more:
+        more.write(whole[:10])
+    told, sources = read(folder, file)
+    assert (len(told), sources.skipped) == (4, 0)
+    with path.open("ab") as more:
+        more.write(whole[10:])
+    assert read(folder, file)[0][-1] == left(9, "n1")
+
+
+@pytest.mark.parametrize("how", ["shrunk", "replaced", "rewritten"])
+def test_a_file_that_shrank_or_is_another_one_is_read_anew(folder: Path, file: Path, how: str) -> None:
+    path = write(folder, ME, "r", records())
+    read(folder, file)
+    new = [began(1, "r", ME), *held(1, "n2")]
+    if how == "replaced":
+        path.rename(path.with_suffix(".old"))  # its inode stays in use
+        new += [found(5, f"n{i}") for i in range(9)]
+    elif how == "rewritten":
+        new += [found(5, f"n{i}") for i in range(9)]
+    path.write_bytes(b"".join(map(line, new)))
+    assert read(folder, file)[0] == new
+
+
+def test_a_file_that_was_removed_is_forgotten(folder: Path, file: Path) -> None:
+    path = write(folder, ME, "r", records())
+    read(folder, file)
+    path.unlink()
+    assert read(folder, file)[0] == []
+
+
+def test_damaged_lines_are_skipped_and_counted(folder: Path, file: Path) -> None:
+    path = write(folder, ME, "r", records())
+    with path.open("ab") as more:
+        more.write(b'{"kind":"prayed","at":1}\nnot json\n' + b"x" * (3 * MOST_LINE) + b"\n" + line(left(9, "n1")))
+    told, sources = read(folder, file)
+    assert told == [*records(), left(9, "n1")]
+    assert sources.skipped == 3
+
+
+def test_what_a_file_says_in_another_name_is_skipped(folder: Path, file: Path) -> None:
+    write(folder, ME, "r", [began(0, "r", "somebody"), *held(0, "n1")])
+    told, sources = read(folder, file)
+    assert (told, sources.skipped) == (held(0, "n1"), 1)
+
+
+def test_a_file_in_a_folder_of_somebody_else_is_refused(folder: Path, file: Path) -> None:
+    write(folder, "nosuchuser", "r", records())
+    told, sources = read(folder, file)
+    assert told == []
+    assert "it belongs to" in sources.refused[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_of_each_user_only_their_own_files_are_believed(folder: Path, file: Path) -> None:
+    write(folder, ME, "mine", [began(0, "mine", ME), *records()[1:]])
+    forged = write(folder, ME, "forged", records())
+    os.chown(forged, NOBODY, -1)
+    theirs = write(folder, "nobody", "theirs", [began(0, "theirs", "nobody")])
+    os.chown(theirs, NOBODY, -1)
+    told, sources = read(folder, file)
+    assert len(told) == 5
+    assert [refused.partition(":")[0] for refused in sources.refused] == [str(forged)]
+
+
+def test_links_pipes_and_other_files_are_not_read(folder: Path, file: Path) -> None:
+    elsewhere = write(folder, ME, "r", records()).rename(folder / "elsewhere")
+    os.symlink(elsewhere, folder / ME / file_name("r", 1))
+    os.mkfifo(folder / ME / file_name("pipe", 1))
+    (folder / ME / "notes.txt").write_text("hello")
+    os.symlink(folder / ME, folder / "linked")
+    told, sources = read(folder, file)
+    assert (told, len(sources.refused)) == ([], 2)
+
+
+@pytest.mark.parametrize("run", [b"x\xff", b"x\x1b[2J", b"x\n", b"-"])
+def test_a_file_that_no_run_would_be_called_is_not_looked_at(folder: Path, file: Path, run: bytes) -> None:
+    name = run + b".000001.jsonl"
+    path = write(folder, ME, "r", records())
+    (folder / ME / os.fsdecode(name)).write_bytes(path.read_bytes())
+    (folder / os.fsdecode(name)).mkdir()
+    _, sources = read(folder, file)
+    assert (sources.files, sources.refused) == (1, ())
+
+
+def test_two_epochs_of_a_run_are_one_run(folder: Path, file: Path) -> None:
+    write(folder, ME, "r", records())
+    write(folder, ME, "r", [began(HOUR, "r", ME, 2), over(2 * HOUR)], epoch=2)
+    cache = HistoryCache([folder], file)
+    cache.refresh()
+    assert {(one.user, one.run) for one in cache.told(0.0)} == {(ME, "r")}
+    cache.close()
+
+
+def test_what_is_long_ago_is_left_out_but_for_who_still_holds_what(folder: Path, file: Path) -> None:
+    write(folder, ME, "r", [*records(), left(9 * HOUR, "n1")])
+    write(folder, ME, "old", [began(0, "old", ME), found(5, "n1"), over(6)])
+    told, _ = read(folder, file, BEGAN + HOUR)
+    assert told == [began(0, "r", ME), *held(0, "n1"), left(9 * HOUR, "n1")]
+
+
+@pytest.mark.parametrize("damage", [b"", b"this is no database" * 100, "truncated"])
+def test_a_damaged_cache_is_made_anew(folder: Path, file: Path, damage: bytes | str) -> None:
+    write(folder, ME, "r", [*records(), *(found(i, f"n{i}") for i in range(10, 500))])
+    before = read(folder, file)[0]
+    file.write_bytes(damage if isinstance(damage, bytes) else file.read_bytes()[: 3 * 4096])
+    assert read(folder, file)[0] == before
+    assert read(folder, file)[0] == before
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    write(folder, ME, "r", records())
+    assert read(folder, tmp_path / "file" / "history.sqlite")[0] == records()
+
+
+def test_two_reports_at_once_see_the_same(folder: Path, file: Path) -> None:
+    write(folder, ME, "r", [*records(), *(found(i, f"n{i}") for i in range(2000))])
+    seen: list[int] = []
+    threads = [threading.Thread(target=lambda: seen.append(len(read(folder, file)[0]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert seen == [2004] * 4
+
+
+def test_each_set_of_folders_has_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    one, two = cache_path([Path("/a")]), cache_path([Path("/a"), Path("/b")])
+    assert one != two
+    assert two == cache_path([Path("/b"), Path("/a")])
+    assert one.parent == tmp_path / "rrl"

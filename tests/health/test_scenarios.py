@@ -1,0 +1,258 @@
+"""The detectors against scripted scenarios in virtual time (tests/scenarios), and the player and its scoring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rrl.benchmarks._detection_curve import matched
+from rrl.spec.words import Finding, Life
+from rrl.tests.lab.scenarios.format import Scenario
+from rrl.tests.lab.scenarios.load import ScenarioError, load, load_all
+from rrl.tests.lab.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, judge_of
+from rrl.tests.lab.scenarios.ours import Ours
+from rrl.tests.lab.scenarios.play import Alarm, Outcome, Played, play
+from rrl.tests.lab.scenarios.rhythms import roles_of
+from rrl.tests.lab.scenarios.score import confusion, ratio, score
+
+FOLDER = Path(__file__).parent.parent / "scenarios"
+SCENARIOS = load_all(FOLDER)
+SEEDS = 20
+LIGHT = 5000.0
+"""s times processes: what takes longer is played by ``make test-long`` only"""
+HANG = """
+about = "A rollout hangs while it generates"
+lasts = "12min"
+[[event]]
+at = "8min"
+do = "hang"
+who = "rollout/0"
+phase = "generate"
+[[truth]]
+who = "rollout/0"
+cause = "hang"
+within = "3min"
+"""
+
+
+def weight(scenario: Scenario) -> float:
+    return scenario.lasts * sum(table.replicas * table.ranks for table in roles_of(scenario).values())
+
+
+def mistakes(played: Played) -> list[str]:
+    late = [f"{one.who} not found in time ({one.found_at})" for one in played.outcomes if not one.in_time]
+    return [*late, *(f"false: {one}" for one in played.false), *([played.broken] if played.broken else [])]
+
+
+def scenario(tmp_path: Path, text: str) -> Scenario:
+    file = tmp_path / "one.toml"
+    file.write_text(text)
+    return load(file)
+
+
+# ── what is shipped ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_at_least_a_hundred_scenarios_are_shipped_as_many_silences_as_failures() -> None:
+    failures = sum(bool(one.truth) for one in SCENARIOS.values())
+    assert len(SCENARIOS) >= 100
+    assert abs(2 * failures - len(SCENARIOS)) <= len(SCENARIOS) / 5
+
+
+@pytest.mark.parametrize("name", [name for name, one in SCENARIOS.items() if weight(one) <= LIGHT])
+def test_every_light_scenario_is_judged_rightly(name: str) -> None:
+    for seed in range(2):
+        assert mistakes(play(name, SCENARIOS[name], seed, judge_of(OURS, SCENARIOS[name]))) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_is_judged_rightly_whatever_the_seed(name: str) -> None:
+    for seed in range(SEEDS):
+        assert mistakes(play(name, SCENARIOS[name], seed, judge_of(OURS, SCENARIOS[name]))) == []
+
+
+# ── the player ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_same_seed_plays_the_same_and_another_one_does_not(tmp_path: Path) -> None:
+    hang = scenario(tmp_path, HANG)
+    first, again, other = (play("hang", hang, seed, judge_of(OURS, hang)) for seed in (1, 1, 2))
+    assert first == again
+    assert first.outcomes[0].since != other.outcomes[0].since
+
+
+def test_what_strikes_in_a_phase_waits_for_it(tmp_path: Path) -> None:
+    text = HANG.replace('phase = "generate"', 'phase = "loading_weights"').replace('"3min"', '"1h"')
+    hang = scenario(tmp_path, text)
+    assert play("hang", hang, 0, judge_of(ROBUSTRL, hang)).outcomes[0].since > 480.0
+
+
+def test_an_event_that_strikes_nobody_is_said(tmp_path: Path) -> None:
+    text = HANG.replace("lasts =", 'roles.rollout.starts = "30min"\nlasts =').replace("3min", "1min")
+    hang = scenario(tmp_path, text)
+    assert "struck nobody" in play("hang", hang, 0, judge_of(ROBUSTRL, hang)).broken
+
+
+def test_one_event_comes_after_another_wherever_that_one_falls(tmp_path: Path) -> None:
+    text = HANG.replace(
+        "[[truth]]", '[[event]]\nafter = "hang"\nat = "10s"\ndo = "crash"\nwho = "rollout/2"\n[[truth]]'
+    )
+    two = scenario(tmp_path, f'{text}of = "hang"\n[[truth]]\nwho = "rollout/2"\ncause = "process"\nof = "crash"\n')
+    first, second = play("two", two, 0, judge_of(OURS, two)).outcomes
+    assert second.since - first.since == pytest.approx(10.0, abs=1.0)
+
+
+def test_an_event_without_a_truth_that_strikes_nobody_is_said_too(tmp_path: Path) -> None:
+    stretch = (
+        'about = "x"\nlasts = "2min"\n[[event]]\nat = "1min"\ndo = "hang"\nwho = "rollout/0"\nphase = "generate"\n'
+    )
+    slow = scenario(tmp_path, stretch + '[roles.rollout]\nstarts = "5min"\n')
+    assert "struck nobody" in play("slow", slow, 0, judge_of(ROBUSTRL, slow)).broken
+
+
+def test_a_start_takes_longer_from_the_first_one_on(tmp_path: Path) -> None:
+    text = 'about = "x"\n[[event]]\nat = "0s"\ndo = "start_takes"\nfor = "never"\nwho = "rollout/0"\n'
+    late = scenario(tmp_path, text + '[[truth]]\nwho = "rollout/0"\ncause = "process"\nwithin = "20min"\n')
+    (one,) = play("late", late, 0, judge_of(OURS, late)).outcomes
+    assert one.in_time
+    assert one.since < 5.0
+
+
+def test_a_repair_starts_another_life_that_works(tmp_path: Path) -> None:
+    crash = scenario(tmp_path, HANG.replace('do = "hang"', 'do = "crash"').replace('"12min"', '"20min"'))
+    played = play("crash", crash, 0, judge_of(OURS, crash))
+    assert mistakes(played) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_judges_are_given_the_same_proof(tmp_path: Path, method: str) -> None:
+    crash = scenario(tmp_path, HANG.replace('do = "hang"', 'do = "crash"').replace('"3min"', '"10s"'))
+    assert mistakes(play("crash", crash, 0, judge_of(method, crash))) == []
+
+
+def test_a_fixed_timeout_finds_a_hang_after_its_timeout_and_robustrl_after_its_own(tmp_path: Path) -> None:
+    hang = scenario(tmp_path, HANG.replace('"12min"', '"25min"').replace('"3min"', '"15min"'))
+    found = {method: play("hang", hang, 0, judge_of(method, hang)).outcomes[0] for method in METHODS}
+    delays = {method: (one.found_at or 0.0) - one.since for method, one in found.items()}
+    assert 595.0 <= delays[FIXED] <= 605.0
+    assert 85.0 <= delays[ROBUSTRL] <= 95.0
+    assert delays[OURS] <= delays[ROBUSTRL]
+
+
+def test_robustrl_does_not_see_a_dead_engine_in_a_process_that_answers(tmp_path: Path) -> None:
+    wedge = scenario(tmp_path, HANG.replace('do = "hang"', 'do = "wedge"'))
+    assert play("wedge", wedge, 0, judge_of(ROBUSTRL, wedge)).outcomes[0].found_at is None
+
+
+# ── the scoring ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Deaf(Ours):
+    """Finds nothing at all."""
+
+    def findings(self, now: float) -> list[Finding]:
+        return []
+
+
+class Nervous(Ours):
+    """Accuses whom it hears of, however well that one is."""
+
+    def hello(self, life: Life, node: object, phase: str, now: float) -> None:
+        super().hello(life, node, phase, now)  # type: ignore[arg-type]
+        if life.replica == "rollout/1":
+            self.exited(life, 1, None, "a planted mistake", "", now)
+
+
+def test_a_planted_miss_is_a_miss(tmp_path: Path) -> None:
+    hang = scenario(tmp_path, HANG)
+    counted = score([play("hang", hang, 0, Deaf(hang))])
+    assert (counted.found, counted.missed, counted.recall, counted.precision) == (0, 1, 0.0, 1.0)
+
+
+def test_a_planted_false_alarm_is_one(tmp_path: Path) -> None:
+    calm = scenario(tmp_path, 'about = "Nothing happens"\nlasts = "90s"')
+    played = play("calm", calm, 0, Nervous(calm))
+    assert [(one.who, one.detector) for one in played.false] == [("rollout/1", "exit_record")]
+    assert score([played]).precision == 0.0
+
+
+def test_a_failure_that_is_found_too_late_is_not_found(tmp_path: Path) -> None:
+    hang = scenario(tmp_path, HANG.replace('"3min"', '"1s"'))
+    counted = score([play("hang", hang, 0, judge_of(OURS, hang))])
+    assert (counted.found, counted.late, counted.false) == (0, 1, 0)
+
+
+def test_an_alarm_before_the_failure_is_a_false_one(tmp_path: Path) -> None:
+    early = scenario(tmp_path, HANG.replace('within = "3min"', 'within = "1min"\nat = "10min"').replace("8min", "4min"))
+    played = play("early", early, 0, judge_of(OURS, early))
+    assert [one.who for one in played.false] == ["rollout/0"]
+
+
+def _plays(delay: float, false: int) -> list[Played]:
+    alarm = Alarm(1.0, "FAIL", "silent", "hang", "trainer/0", 1)
+    found = Outcome("rollout/0", "hang", "FAIL", 100.0, 100.0 + delay, True, "hang")
+    return [Played("one", 0, (found,), (alarm,) * false)]
+
+
+def test_delays_are_compared_where_ours_is_wrong_as_often_as_theirs() -> None:
+    ours = {0.5: _plays(10.0, 3), 1.0: _plays(30.0, 0), 2.0: _plays(60.0, 0)}
+    found = matched(ours, _plays(90.0, 1))
+    assert found.factor == pytest.approx(5 / 6)
+    assert found.reached
+    assert found.ratio == pytest.approx((30.0 - 20.0 / 3.0) / 90.0)
+
+
+def test_who_is_wrong_more_often_is_loosened_or_said_not_to_get_there() -> None:
+    ours = {0.5: _plays(10.0, 9), 1.0: _plays(30.0, 4), 2.0: _plays(60.0, 2)}
+    assert matched(ours, _plays(90.0, 2)).ratio == pytest.approx(60.0 / 90.0)
+    assert not matched(ours, _plays(90.0, 1)).reached
+
+
+def test_without_a_curve_delays_are_compared_as_published() -> None:
+    assert matched({1.0: _plays(30.0, 0)}, _plays(90.0, 2)).ratio == pytest.approx(1.0 / 3.0)
+
+
+def test_confusion_counts_misses_wrong_alarms_and_silence_that_was_right() -> None:
+    quiet = Played("quiet", 0, (), ())
+    counts = confusion([quiet, *_plays(30.0, 1)])
+    assert counts == {("nothing wrong", "nothing wrong"): 1, ("hang", "hang"): 1, ("nothing wrong", "hang"): 1}
+
+
+def test_a_ratio_needs_hangs_that_both_find() -> None:
+    assert ratio(_plays(30.0, 0), [Played("one", 0, (), ())]) is None
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("lasts =", "last ="), 'one.toml:3: last: unknown key; did you mean "lasts"?'),
+        (('do = "hang"', 'do = "hnag"'), 'did you mean "hang"?'),
+        (('at = "8min"', "at = 8"), "one.toml:5: event.0.at: must be a duration"),
+        (('at = "8min"', 'at = {uniform = ["9s", "3s"]}'), "the first of uniform is the smaller one"),
+        (('do = "hang"', 'do = "hang"\nsignal = 9'), "hang has no signal; it has phase, for"),
+        (('cause = "hang"', 'cause = "hang"\nof = "crash"'), "there is no event crash; there are hang"),
+        (('do = "hang"', 'do = "manager_restart"'), "manager_restart needs no who"),
+        (("[[truth]]", "[[truth"), "not valid TOML"),
+        (('who = "rollout/0"', 'who = "rollout/9"'), "one.toml:7: event.0.who: there is no process rollout/9"),
+        (('phase = "generate"', 'phase = "genrate"'), 'did you mean "generate"?'),
+        (('cause = "hang"', 'cause = "hang"\nor = "rolout/1"'), 'there is no rolout/1; did you mean "rollout/1"?'),
+        (('at = "8min"', 'at = "80min"'), "the scenario has ended by then"),
+        (('at = "8min"', 'at = "8min"\nafter = "crash"'), "there is no other event crash"),
+        (('do = "hang"', 'do = "slow"'), "slow needs factor"),
+        (
+            ('do = "hang"', 'do = "quiet"\ngpu = 0.9'),
+            "quiet has no gpu; it has phase, for, answers_after, cpu, gpu_use",
+        ),
+        (
+            ('do = "hang"\nwho = "rollout/0"', 'do = "port"\nport = "mlx5_9/1"\nset = {state = "DOWN"}\nwho = "n3"'),
+            "port has no phase",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_clear_line(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    with pytest.raises(ScenarioError) as error:
+        scenario(tmp_path, HANG.replace(*change, 1))
+    (line,) = str(error.value).splitlines()
+    assert said in line
+
+
+def test_a_folder_without_scenarios_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"there is no \*\.toml"):
+        load_all(tmp_path)

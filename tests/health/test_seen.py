@@ -1,0 +1,124 @@
+"""What is remembered of a node between looks, and the rules by which it is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rrl.health.hardware import CHECKS, unknown_checks
+from rrl.health.trails import Trail
+from rrl.health.xid_log import XidEvent
+from rrl.spec import health_checks
+from rrl.spec.health_checks import CONFIG_ENV, Rules, RulesError, load_rules, parse_rules
+from rrl.tests.health.looked_at import LookedAt, gpu
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+# ── counters ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_first_total_is_where_a_counter_starts() -> None:
+    trail = Trail(100, 40)
+    assert (trail.rise, trail.within(1000, 200)) == (0, 0)
+    trail.add(150, 43)
+    assert (trail.rise, trail.within(60, 200), trail.within(40, 200)) == (3, 3, 0)
+
+
+def test_a_counter_that_starts_over_has_not_risen() -> None:
+    trail = Trail(100, 40)
+    trail.add(110, 50)
+    trail.add(120, 2)
+    assert trail.rise == 0
+    trail.add(130, 4)
+    assert trail.within(60, 130) == 2
+
+
+def test_a_counter_that_rises_every_second_for_a_day_costs_little() -> None:
+    trail = Trail(0, 0)
+    for second in range(1, 86_400):
+        trail.add(second, second)
+    assert len(list(trail.rises())) < 2000
+    assert trail.within(60, 86_399) == pytest.approx(60, abs=6)
+    assert trail.rise == 86_399
+
+
+def test_a_flood_of_xids_is_remembered_within_bounds() -> None:
+    node = LookedAt().gpus()
+    for _ in range(700):
+        node.passes(200).seen.xids.add(_event(node.now))
+    assert len(node.seen.xids.events) <= 500
+
+
+def _event(at: float) -> XidEvent:
+    return XidEvent("GPU-0", 13, at)
+
+
+def test_what_a_node_tells_of_itself_costs_the_agent_little() -> None:
+    """Eight GPUs at 1 Hz, with all their links: a second's work is a few milliseconds."""
+    from time import process_time
+
+    node = LookedAt().gpus(*(gpu(i) for i in range(8)), times=5)
+    start = process_time()
+    node.gpus(*(gpu(i) for i in range(8)), times=100)
+    assert (process_time() - start) / 100 < 0.01
+
+
+# ── rules ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_site_says_what_it_expects_and_where_it_disagrees() -> None:
+    rules = parse_rules(
+        '[expect]\ngpus = 8\nmounts = ["/scratch"]\n[checks]\ngpu_throttle = "off"\n[xid.classes]\n109 = "app"\n'
+        "[gpu]\nhot = 60\n"
+    )
+    assert (rules.expect.gpus, rules.expect.mounts, rules.gpu.hot) == (8, ("/scratch",), 60)
+    assert (rules.checks, rules.xid.classes) == ({"gpu_throttle": "off"}, {"109": "app"})
+    assert rules.needed == {"nvml"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[gpu]\nhott = 3\n", 'site.toml:2: gpu.hott: unknown key; did you mean "hot"?'),
+        ("\n[gpus]\n", 'site.toml:2: gpus: unknown key; did you mean "gpu"?'),
+        ('[expect]\ngpus = "8"\n', "site.toml:2: expect.gpus: expected `int | null`, got `str`"),
+        ('[checks]\ngpu_lost = "on"\n', "site.toml:1: checks: invalid enum value 'on'"),
+        ("[xid.classes]\nfoo = 'app'\n", "site.toml:2: xid.classes.foo: is no Xid; write its number in quotes"),
+        ("[gpu]\nhot = -1\n", "site.toml:2: gpu.hot: must be at least 0, not -1"),
+        ("x = \x1b[31m", "site.toml: "),
+    ],
+)
+def test_a_mistake_in_the_rules_is_one_line(text: str, told: str) -> None:
+    with pytest.raises(RulesError) as caught:
+        parse_rules(text, "site.toml")
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).isprintable()
+
+
+def test_rules_lie_where_the_site_puts_them_and_without_any_the_defaults_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+    monkeypatch.setattr(health_checks, "CONFIG", tmp_path / "health.toml")
+    assert load_rules() == Rules()
+    (tmp_path / "health.toml").write_text("[expect]\ngpus = 4\n")
+    assert load_rules().expect.gpus == 4
+    (tmp_path / "other.toml").write_text("[expect]\ngpus = 2\n")
+    monkeypatch.setenv(CONFIG_ENV, str(tmp_path / "other.toml"))
+    assert load_rules().expect.gpus == 2
+    with pytest.raises(RulesError, match=r"no.toml: cannot be read: No such file"):
+        load_rules(tmp_path / "no.toml")
+    (tmp_path / "latin.toml").write_bytes(b"\xff")
+    with pytest.raises(RulesError, match="is not UTF-8"):
+        load_rules(tmp_path / "latin.toml")
+
+
+def test_a_check_that_nobody_knows_is_seen() -> None:
+    assert unknown_checks(Rules(checks={"gpu_lots": "off", "gpu_lost": "off"})) == ["gpu_lots"]
+
+
+# ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
+    text = (DOCS / "health.md").read_text()
+    for check in CHECKS:
+        row = f"| `{check.name}` | {', '.join(check.readers)} | {check.what} | {check.bad} | {check.source} |"
+        assert row in text, row
+    assert len({check.name for check in CHECKS}) == len(CHECKS)

@@ -1,0 +1,128 @@
+"""Dumps of py-spy read and grouped: who stands where, and who stands apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rrl.health.stacks import Grouped, Stack, group, main_thread, main_threads_only, parse, told
+from rrl.spec.words import Life, ReplicaId
+
+DUMP = """Process 7: /opt/venv/bin/python -m rrl.roles.rollout.main --token=secret
+Python v3.11.2 (/usr/bin/python3.11)
+
+Thread 7 (idle): "MainThread"
+    wait (threading.py:320)
+    strike (rrl/roles/own_faults.py:69)
+    roll (rrl/roles/rollout/main.py:51)
+    <module> (<string>:5)
+Thread 9 (active+gil): "rrl-link"
+    select (selectors.py:468)
+    _run_once (asyncio/base_events.py:1884)
+"""
+WAITS = ("wait_for (store.py:10)", "all_reduce (distributed_c10d.py:2211)", "step (train.py:40)", "main (train.py:9)")
+STUCK = ("read (loader.py:77)", "__next__ (loader.py:31)", "step (train.py:38)", "main (train.py:9)")
+
+
+def dump(stack: Sequence[str]) -> str:
+    return 'Thread 0x7F11 (idle): "MainThread"\n' + "".join(f"    {frame}\n" for frame in stack)
+
+
+def rank(number: int) -> Life:
+    return Life(ReplicaId("trainer/0" + (f".{number}" if number else "")), 2)
+
+
+def gang(*stacks: Stack) -> dict[Life, dict[int, str]]:
+    return {rank(number): {100 + number: dump(stack)} for number, stack in enumerate(stacks)}
+
+
+def test_a_dump_is_read_into_threads_with_their_frames_innermost_first() -> None:
+    main, link = parse(DUMP)
+    assert [str(frame) for frame in main.frames] == [
+        "wait (threading.py:320)", "strike (own_faults.py:69)", "roll (main.py:51)", "<module> (<string>:5)"
+    ]  # fmt: skip
+    assert (main.state, link.name, link.state) == ("idle", "rrl-link", "active+gil")
+    assert main_thread(DUMP) == main
+
+
+def test_of_a_program_whose_threads_have_no_names_the_last_is_the_main_one() -> None:
+    nameless = "Thread 12 (idle)\n    pool (a.py:1)\nThread 7 (active)\n    main (b.py:2)\n"
+    main = main_thread(nameless)
+    assert main is not None
+    assert main.id == "7"
+
+
+def test_whatever_is_not_a_dump_gives_no_thread_and_no_error() -> None:
+    for text in ("", "Error: Failed to find python version", "    lost (frame.py:1)", "Thread", "\0" * 50):
+        assert parse(text) == []
+    assert told(group({rank(0): {1: "garbage"}})) == ("trainer/0#2: no stack",)
+    assert group({}) == Grouped()
+
+
+def test_the_rank_that_does_not_wait_with_the_others_is_the_outlier_and_is_named_first() -> None:
+    found = group(gang(WAITS, WAITS, STUCK, WAITS))
+    assert found.outliers == (rank(2),)
+    assert [one.lives for one in found.groups] == [(rank(0), rank(1), rank(3)), (rank(2),)]
+    first, second = told(found)
+    assert first.startswith("outlier trainer/0.2#2: read (loader.py:77) < __next__ (loader.py:31)")
+    assert second.startswith("3 of 4 alike: wait_for (store.py:10)")
+
+
+def test_addresses_and_folders_do_not_tell_ranks_apart() -> None:
+    here = ("call (/node1/env/a.py:3)", "<lambda at 0x7f00> (b.py:1)")
+    there = ("call (/node2/env/a.py:3)", "<lambda at 0x8e11> (b.py:1)")
+    assert len(group(gang(here, there, here)).groups) == 1
+
+
+def test_ranks_of_a_loop_at_several_lines_are_one_group_when_nothing_dominates() -> None:
+    loop = [(f"forward (net.py:{line})", "main (train.py:9)") for line in range(4)]
+    found = group(gang(*loop))
+    assert len(found.groups) == 1
+    assert found.outliers == ()
+
+
+def test_one_rank_at_another_line_of_the_function_where_all_others_wait_is_an_outlier() -> None:
+    gather = ("all_gather (c10d.py:90)", "step (train.py:41)")
+    later = ("all_gather (c10d.py:90)", "step (train.py:57)")
+    assert group(gang(gather, gather, gather, later)).outliers == (rank(3),)
+
+
+def test_two_stages_of_equal_size_are_both_dominant_and_nobody_is_an_outlier() -> None:
+    found = group(gang(WAITS, WAITS, STUCK, STUCK))
+    assert len(found.groups) == 2
+    assert found.outliers == ()
+
+
+def test_where_every_rank_stands_somewhere_else_nobody_is_accused() -> None:
+    found = group(gang(WAITS, STUCK))
+    assert (len(found.groups), found.outliers) == (2, ())
+
+
+def test_a_loader_below_a_rank_that_waits_like_the_others_makes_it_the_outlier() -> None:
+    dumps = gang(WAITS, WAITS, WAITS)
+    loaders = dump(("get (queue.py:1)", "_worker_loop (worker.py:2)"))
+    for number, theirs in enumerate(dumps.values()):
+        theirs[200 + number] = theirs[300 + number] = loaders
+    dumps[rank(1)][201] = dump(("open (tar.py:5)", "_worker_loop (worker.py:2)"))
+    found = group(dumps)
+    assert found.outliers == (rank(1),)
+    assert told(found)[0].startswith("outlier trainer/0.1#2: open (tar.py:5)")
+
+
+def test_a_process_that_could_not_be_looked_into_is_told_by_where_the_kernel_has_it() -> None:
+    text = "Process 5: python\nno Python stack: denied\nstate D (disk sleep); kernel: nfs_wait_bit_killable\n"
+    found = group({rank(0): {5: text}})
+    assert told(found) == ("trainer/0#2: kernel (nfs_wait_bit_killable)",)
+
+
+def test_evidence_is_five_lines_at_most_however_many_groups_there_are() -> None:
+    many = gang(*[(f"f{number} (a.py:1)",) for number in range(9)], WAITS, WAITS)
+    lines = told(group(many))
+    assert len(lines) == 5
+    assert lines[-1] == "and 6 more groups"
+
+
+def test_main_threads_alone_group_as_the_whole_dumps_do() -> None:
+    whole = {**gang(WAITS, STUCK, WAITS), rank(3): {1: "state D (disk sleep); kernel: rpc_wait\n"}}
+    short = {life: main_threads_only(dumps) for life, dumps in whole.items()}
+    assert group(short) == group(whole)
+    assert "rrl-link" not in main_threads_only({7: DUMP})[7]

@@ -1,0 +1,174 @@
+"""Slow is held against peers, for minutes, and only where it can be told."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.health.guards import detect
+from rrl.health.pace import ROUNDS, WINDOW
+from rrl.spec.jobview import Limits
+from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.tests.health.traces import BUSY, IDLE, LIMITS, Trace, look, warn
+
+ROLLOUTS = tuple(Life(ReplicaId(f"rollout/{index}"), 1) for index in range(6))
+RANKS = tuple(Life(ReplicaId("trainer/0" + (f".{rank}" if rank else "")), 1) for rank in range(4))
+LONG = (ROUNDS + 1.5) * WINDOW
+SLOW = ROLLOUTS[4]
+
+
+class Paced(Trace):
+    """Rollouts that make so many tokens a second; 7 unless said."""
+
+    rates: dict[Life, float]
+
+    def play(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            for life, rate in self.rates.items():
+                self.done[life] = self.done.get(life, 0) + int(rate) - 7  # Trace adds 7
+            super().play(1)
+
+
+def generating(**limits: str) -> Paced:
+    trace = Paced(Limits(**limits) if limits else LIMITS)  # type: ignore[arg-type]
+    trace.rates = {}
+    for index, life in enumerate(ROLLOUTS):
+        trace.node(f"n{index}", life)
+        trace.loads[life] = BUSY
+    trace.rates = dict.fromkeys(ROLLOUTS, 100.0)
+    return trace
+
+
+def test_a_rollout_that_makes_a_third_of_its_peers_tokens_for_minutes_is_a_straggler() -> None:
+    trace = generating()
+    trace.rates[SLOW] = 33.0
+    trace.play((ROUNDS - 1) * WINDOW)
+    assert trace.found() == set()
+    trace.play(2.5 * WINDOW)
+    assert trace.found() == {warn("straggler", SLOW)}
+    finding = trace.only()
+    assert (finding.cause, finding.remedy) == (Cause.NODE, Remedy.NONE)
+    found = trace.findings()
+    trace.play(200)
+    assert trace.findings() == found
+    trace.rates[SLOW] = 100.0
+    trace.play(2 * WINDOW + 1)
+    assert trace.found() == set(), "and is none any more"
+
+
+def test_its_node_is_to_be_left_only_where_the_job_says_so() -> None:
+    trace = generating(stragglers="exclude")
+    trace.rates[SLOW] = 33.0
+    trace.play(LONG)
+    assert [finding.remedy for finding in trace.findings()] == [Remedy.EXCLUDE]
+
+
+def test_a_little_slower_is_not_slow() -> None:
+    trace = generating()
+    trace.rates |= {SLOW: 60.0, ROLLOUTS[0]: 140.0}
+    trace.play(LONG)
+    assert trace.found() == set()
+
+
+def test_two_slow_minutes_are_nothing() -> None:
+    trace = generating()
+    for _ in range(4):
+        trace.rates[SLOW] = 20.0
+        trace.play(2 * WINDOW)
+        trace.rates[SLOW] = 100.0
+        trace.play(2 * WINDOW)
+        assert trace.found() == set()
+
+
+def test_the_last_one_that_generates_has_no_peers() -> None:
+    trace = generating()
+    trace.rates = {SLOW: 20.0}
+    for life in ROLLOUTS:
+        if life != SLOW:
+            trace.enter(life, "wait_work")
+    trace.play(LONG)
+    assert trace.found() == set()
+
+
+def test_who_waits_for_tools_half_of_the_time_is_not_slow() -> None:
+    trace = generating()
+    for second in range(int(LONG)):
+        tool = second % 20 >= 8
+        trace.loads[SLOW] = IDLE if tool else BUSY
+        trace.rates[SLOW] = 7.0 if tool else 100.0
+        trace.still = {SLOW} if tool else set()
+        if tool:
+            del trace.rates[SLOW]
+        trace.play(1)
+    assert trace.found() == set()
+
+
+def test_who_makes_next_to_nothing_is_not_compared() -> None:
+    trace = generating()
+    trace.rates = dict.fromkeys(ROLLOUTS, 1.0) | {SLOW: 0.0}
+    trace.play(LONG)
+    assert all(seen[0] != "straggler" for seen in trace.found())
+
+
+def test_a_replacement_begins_without_its_predecessor_s_record() -> None:
+    trace = generating()
+    trace.rates[SLOW] = 33.0
+    trace.play(LONG)
+    second = Life(SLOW.replica, 2)
+    trace.launch(second, "n4")
+    trace.watch.joined(second, NodeName("n4"), "generate", trace.now)
+    trace.rates[second] = 100.0
+    trace.play(30)
+    assert trace.found() == set()
+
+
+def test_after_a_manager_s_restart_the_rounds_begin_anew() -> None:
+    trace = generating()
+    trace.rates[SLOW] = 33.0
+    trace.play(LONG)
+    trace.restart()
+    trace.play(3 * WINDOW)
+    assert trace.found() == set()
+
+
+def gang(slow: float, passes: int, told: bool) -> Trace:
+    """Passes of 20 s in which the last rank needs ``slow`` of them; ``told``: it is seen when each is done."""
+    trace = Trace()
+    for rank, life in enumerate(RANKS):
+        trace.node(f"n{rank}", life, phase="publish")
+    for _ in range(passes):
+        for life in RANKS:
+            trace.enter(life, "train")
+        for second in range(20):
+            if told:
+                for life in RANKS:
+                    if second == int(slow if life == RANKS[3] else 10):
+                        trace.done[life] = trace.done.get(life, 0) + 1
+            trace.play(1)
+        for life in RANKS:
+            trace.enter(life, "publish")
+        trace.play(2)
+    return trace
+
+
+def test_a_rank_whose_share_takes_longer_than_its_gang_s_is_a_straggler_where_that_can_be_seen() -> None:
+    assert gang(18, ROUNDS + 3, told=True).found() == {warn("straggler", RANKS[3])}
+    assert gang(11, ROUNDS + 3, told=True).found() == set()
+
+
+def test_in_lockstep_nobody_can_tell_and_nobody_is_blamed() -> None:
+    assert gang(18, ROUNDS + 3, told=False).found() == set()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from([20.0, 100.0]), min_size=6, max_size=6), st.integers(1, 9))
+def test_what_is_concluded_across_nodes_is_remembered_right(rates: list[float], every: int) -> None:
+    trace = generating()
+    trace.rates = dict(zip(ROLLOUTS, rates, strict=True))
+    for _ in range(45):
+        trace.play(every)
+        assert detect(trace.watch, LIMITS, trace.now) == look(trace.watch, trace.now)
+    trace.rates = dict.fromkeys(ROLLOUTS, 100.0)
+    for _ in range(15):
+        trace.play(every)
+        assert detect(trace.watch, LIMITS, trace.now) == look(trace.watch, trace.now)

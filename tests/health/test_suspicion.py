@@ -1,0 +1,468 @@
+"""Rollouts are asked before they are condemned: what an answer, its absence and the loads each mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.health.guards import detect
+from rrl.health.probes import TRIES
+from rrl.health.standing import AT_WORK as LATEST
+from rrl.health.suspicion import AT_WORK, EARLY, FIRST, IDLE_SHARE, PROMPT, RESTS, to_probe
+from rrl.spec.jobview import Limits
+from rrl.spec.phases import PHASES
+from rrl.spec.words import Cause, Life, Remedy, ReplicaId
+from rrl.tests.health.traces import (
+    BUSY,
+    DEAD,
+    IDLE,
+    LIMITS,
+    MUTE,
+    REWARD,
+    ROLLOUT,
+    ROLLOUTS,
+    SPINNING,
+    STORE,
+    WORKS,
+    Trace,
+    agent_of,
+    fail,
+    warn,
+)  # fmt: skip
+
+ROBUSTRL = 60.0
+"""s of zero tokens before RobustRL sends its heartbeat (papers.md 1.2)"""
+
+
+def generating(asks: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:
+    """A rollout that makes tokens, and is known to make one a second."""
+    trace = Trace().node("n1", *ROLLOUTS[:2])
+    if asks:
+        trace.answers = {}
+    if load is not None:
+        trace.loads = dict.fromkeys(ROLLOUTS[:2], load)
+    trace.play(60)
+    assert trace.found() == set()
+    assert trace.asked == []
+    return trace
+
+
+def falls_silent(trace: Trace, load: tuple[float, float | None, float | None] | None) -> None:
+    trace.still.add(ROLLOUT)
+    if load is None:
+        trace.loads.pop(ROLLOUT, None)
+    else:
+        trace.loads[ROLLOUT] = load
+
+
+def until_found(trace: Trace, most: float) -> float:
+    """s until it fails."""
+    for passed in range(int(most) + 1):
+        if any(seen[2] == "FAIL" for seen in trace.found()):
+            return float(passed)
+        trace.play(1)
+    raise AssertionError(f"nothing found within {most:g} s: {trace.found()}")
+
+
+# ── who fails ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_dead_engine_in_a_living_process_fails_within_half_a_minute_where_nothing_works() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, IDLE)
+    delay = until_found(trace, 40)
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+    assert delay <= EARLY + IDLE_SHARE * LIMITS.probe + 4, "and the time that loads take to show it"
+    assert delay <= (ROBUSTRL + LIMITS.probe) / 3
+    finding = trace.only()
+    assert (finding.cause, finding.remedy, finding.proof) == (Cause.HANG, Remedy.RESTART, False)
+    assert finding.evidence[0].text == (
+        "phase generate: asked for work, it beats and does not answer within 15 s, its CPU and GPU idle"
+    )
+
+
+@pytest.mark.parametrize("load", [None, (1.0, 0.0, 0.0)])
+def test_of_whom_loads_say_nothing_it_is_asked_as_early_and_has_all_its_time(
+    load: tuple[float, float | None, float | None] | None,
+) -> None:
+    trace = generating(load=load or BUSY)
+    trace.answers = {ROLLOUT: None}
+    trace.loads.pop(ROLLOUT)
+    trace.play(16)
+    falls_silent(trace, load)
+    assert until_found(trace, 200) == EARLY + LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+def test_an_engine_that_says_that_it_is_dead_fails_at_once() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: DEAD}
+    falls_silent(trace, IDLE)
+    assert until_found(trace, 40) <= EARLY + 4
+    assert trace.found() == {fail("engine_dead", ROLLOUT)}
+    assert trace.only().evidence[0].text.endswith("it says that it cannot: EngineDeadError")
+
+
+def test_who_keeps_its_gpu_and_does_not_answer_fails_when_no_prefill_lasts_so_long() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, BUSY)
+    assert until_found(trace, 500) == LIMITS.suspect + AT_WORK * LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+def test_whose_gpu_spins_in_a_kernel_that_computes_nothing_is_asked_early_and_does_no_prefill() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, SPINNING)
+    assert until_found(trace, 100) <= 2 * EARLY + LIMITS.probe + 4
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+def test_no_phase_lasts_for_ever_even_if_the_role_answers() -> None:
+    trace = generating()
+    falls_silent(trace, IDLE)
+    last = trace.now
+    trace.play(PHASES["generate"].longest - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("no_progress", ROLLOUT)}
+    assert trace.now - last == PHASES["generate"].longest
+
+
+def test_an_engine_that_dies_while_a_tool_runs_is_found_at_the_next_question() -> None:
+    trace = generating()
+    falls_silent(trace, IDLE)
+    trace.play(600)
+    trace.answers = {ROLLOUT: None}
+    assert until_found(trace, 300) <= RESTS + IDLE_SHARE * LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+def test_who_tells_of_tokens_while_nothing_works_is_warned_of_and_fails_when_it_does_not_answer() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    trace.loads[ROLLOUT] = IDLE
+    trace.play(LIMITS.idle - 4)
+    assert trace.found() == set()
+    trace.play(8)
+    assert trace.found() == {warn("suspected", ROLLOUT)}
+    assert "it tells of progress, and no kernel runs" in trace.only().evidence[0].text
+    assert until_found(trace, 40) <= IDLE_SHARE * LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+# ── who does not ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_who_waits_for_a_tool_answers_and_is_left_alone() -> None:
+    trace = generating()
+    falls_silent(trace, IDLE)
+    for _ in range(1800):
+        trace.play(1)
+        assert trace.found() == set()
+    gaps = [later - at for (at, _), (later, _) in zip(trace.asked, trace.asked[1:], strict=False)]
+    assert gaps[0] == LIMITS.probe / 2
+    assert gaps[:4] == sorted(gaps[:4]), "asked again and again, less and less often"
+    assert max(gaps) == RESTS
+    trace.still.clear()
+    trace.loads[ROLLOUT] = BUSY
+    count = len(trace.asked)
+    trace.play(300)
+    assert len(trace.asked) == count, "who makes tokens is not asked"
+
+
+def test_a_long_prefill_that_keeps_the_engine_from_answering_is_no_hang() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, BUSY)
+    trace.play(240)
+    assert trace.found() == {warn("suspected", ROLLOUT)}
+    trace.still.clear()
+    trace.play(2)
+    assert trace.found() == set()
+
+
+def test_compiling_in_the_first_pass_is_no_hang_however_silent() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: (1.0, 0.0, 0.0)}
+    trace.still.add(ROLLOUT)
+    trace.play(1800)
+    assert trace.found() <= {warn("suspected", ROLLOUT)}
+
+
+def test_who_never_makes_a_first_token_and_does_nothing_at_all_fails_long_before_its_grace_is_over() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: IDLE}
+    trace.still.add(ROLLOUT)
+    assert FIRST * EARLY < until_found(trace, 400) <= FIRST * EARLY + LIMITS.probe + 4 < ROBUSTRL + LIMITS.probe
+
+
+def test_who_had_made_tokens_under_an_earlier_manager_has_had_its_first_pass() -> None:
+    trace = Trace()
+    trace.done[ROLLOUT] = 700
+    trace.node("n1", ROLLOUT)
+    trace.answers, trace.loads = {ROLLOUT: None}, {ROLLOUT: IDLE}
+    trace.still.add(ROLLOUT)
+    assert until_found(trace, 400) <= EARLY + IDLE_SHARE * LIMITS.probe + 4
+
+
+def test_who_can_only_say_that_it_lives_is_asked_once_and_time_judges_it_which_may_be_a_tool_s() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: MUTE}
+    falls_silent(trace, IDLE)
+    last = trace.now
+    trace.play(LATEST * PHASES["generate"].shortest - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("no_progress", ROLLOUT)}
+    assert trace.now - last == LATEST * PHASES["generate"].shortest
+    assert [life for _, life in trace.asked] == [ROLLOUT]
+
+
+def test_who_gets_its_handler_later_is_asked_again_in_its_next_phase() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: MUTE}
+    falls_silent(trace, IDLE)
+    trace.play(60)
+    trace.enter(ROLLOUT, "loading_weights")
+    trace.play(1)
+    trace.enter(ROLLOUT, "generate")
+    trace.answers = {ROLLOUT: None}
+    assert until_found(trace, 100) <= EARLY + IDLE_SHARE * LIMITS.probe + 4
+
+
+# ── who merely waits ─────────────────────────────────────────────────────────────────────────────────────────────────
+def waiting_rollouts(answer: tuple[bool, str] | None = WORKS) -> Trace:
+    """Two rollouts out of work, idle and well; all are asked, and answer so."""
+    trace = Trace().node("n1", *ROLLOUTS[:2], phase="wait_work")
+    trace.answers = dict.fromkeys(ROLLOUTS[:2], answer)
+    trace.loads = dict.fromkeys(ROLLOUTS[:2], IDLE)
+    trace.play(300)
+    assert trace.found() == set()
+    return trace
+
+
+def test_who_hangs_while_it_waits_fails_where_its_role_has_answered_then() -> None:
+    trace = waiting_rollouts()
+    for life in ROLLOUTS[:2]:
+        trace.enter(life, "generate")
+        trace.play(3)
+        trace.enter(life, "wait_work")
+    assert trace.answers is not None
+    trace.answers[ROLLOUT] = None
+    assert until_found(trace, 100) <= EARLY + LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+def test_so_does_who_hangs_in_the_midst_of_a_long_wait() -> None:
+    trace = waiting_rollouts()
+    assert trace.answers is not None
+    trace.answers[ROLLOUT] = None
+    assert until_found(trace, 300) <= RESTS + LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+@pytest.mark.parametrize("answer", [None, MUTE])
+def test_who_waits_in_a_thread_that_does_not_answer_may_wait_in_silence(answer: tuple[bool, str] | None) -> None:
+    trace = waiting_rollouts(answer)
+    trace.play(PHASES["wait_work"].longest)
+    assert trace.found() == set()
+    for _ in range(50):
+        trace.enter(ROLLOUT, "generate")
+        trace.enter(ROLLOUT, "wait_work")
+        trace.play(2)
+    assert len(trace.asked) <= TRIES + 1, "it is not asked for ever whether it does"
+
+
+def test_who_is_slow_but_seen_at_work_has_longer_where_only_time_can_judge() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: MUTE}
+    falls_silent(trace, BUSY)
+    trace.play(5.9 * PHASES["generate"].shortest)
+    assert trace.found() == set()
+    trace.play(0.2 * PHASES["generate"].shortest)
+    assert trace.found() == {fail("no_progress", ROLLOUT)}
+
+
+def test_a_network_that_is_away_for_5_s_makes_nobody_fail_by_an_answer_that_was_late() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, IDLE)
+    trace.play(EARLY + 3)
+    assert len(trace.asked) == 1
+    trace.silent |= {ROLLOUT, agent_of("n1")}
+    trace.play(5)
+    trace.silent.clear()
+    trace.play(1)
+    trace.watch.answered(ROLLOUT, *WORKS, trace.now)
+    assert trace.found() == set()
+    trace.answers = {}
+    trace.play(60)
+    assert trace.found() == set()
+
+
+def test_a_question_that_may_have_been_lost_is_put_again() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, IDLE)
+    trace.play(EARLY + 3)
+    trace.answers = {}
+    trace.play(LIMITS.probe / 4)
+    assert len(trace.asked) == 2
+    trace.play(60)
+    assert trace.found() == set()
+
+
+def test_who_is_not_heard_is_not_condemned_for_not_answering() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, IDLE)
+    trace.play(EARLY + 4)
+    trace.silent.add(ROLLOUT)
+    trace.play(5)
+    assert trace.found() <= {warn("suspected", ROLLOUT)}
+    trace.play(6)
+    assert trace.found() == {fail("worker_silence", ROLLOUT)}
+
+
+def test_a_silent_agent_is_no_evidence_that_its_rollouts_are_idle() -> None:
+    trace = generating()
+    falls_silent(trace, None)
+    trace.silent.add(agent_of("n1"))
+    trace.answers = {ROLLOUT: None}
+    trace.play(EARLY + LIMITS.probe - 1)
+    assert fail("no_answer", ROLLOUT) not in trace.found()
+    trace.play(1)
+    assert fail("no_answer", ROLLOUT) in trace.found(), "after all the time of whom nobody knows to be idle"
+
+
+def test_an_agent_that_restarts_leaves_a_gap_in_which_nobody_counts_as_idle() -> None:
+    trace = Trace().node("n1", *ROLLOUTS[:2])
+    trace.answers = {}
+    trace.play(1)  # how often tokens come is not known
+    falls_silent(trace, IDLE)
+    trace.play(6)
+    trace.silent.add(agent_of("n1"))
+    trace.play(20)
+    trace.silent.clear()
+    trace.play(6)
+    assert trace.asked == [], "idle for 6 s before and 6 s after it"
+
+
+def test_an_answer_of_who_makes_tokens_again_is_not_held_against_it() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, IDLE)
+    trace.play(EARLY + 4)
+    trace.still.clear()
+    trace.loads[ROLLOUT] = BUSY
+    trace.play(4)
+    trace.watch.answered(ROLLOUT, *DEAD, trace.now)
+    assert trace.found() == set()
+
+
+def test_a_quick_answer_is_nothing_worth_telling() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, IDLE)
+    while not trace.asked:
+        trace.play(1)
+    asked_at = trace.now
+    assert trace.found(asked_at + PROMPT - 0.1) == set()
+    assert trace.found(asked_at + PROMPT) == {warn("suspected", ROLLOUT)}
+
+
+def test_a_usual_gap_that_is_long_makes_it_be_asked_later() -> None:
+    trace = Trace().node("n1", ROLLOUT)
+    trace.still.add(ROLLOUT)
+    for _ in range(8):
+        trace.play(30)
+        trace.done[ROLLOUT] = trace.done.get(ROLLOUT, 0) + 1
+    trace.play(1)
+    trace.answers = {}
+    last = trace.now
+    trace.play(5 * 30 - 1)
+    assert trace.asked == []
+    trace.play(2)
+    assert [at - last for at, _ in trace.asked] == [150.0]
+
+
+@pytest.mark.parametrize("phase", [
+    p.name for p in PHASES.values() if not p.progresses and (p.waits_for is None or p.own_work)
+])  # fmt: skip
+def test_only_who_must_make_progress_or_merely_waits_is_asked(phase: str) -> None:
+    trace = Trace().node("n1", ROLLOUT, phase=phase)
+    trace.answers, trace.loads = {}, {ROLLOUT: IDLE}
+    trace.play(1000)
+    assert trace.asked == []
+
+
+def test_who_is_blocked_by_the_store_is_not_asked() -> None:
+    trace = generating()
+    trace.node("n3", STORE, phase="serve")
+    falls_silent(trace, IDLE)
+    trace.waiting[ROLLOUT] = STORE.replica
+    trace.play(120)
+    assert trace.asked == []
+    assert trace.found() == set()
+
+
+def test_a_judge_elsewhere_that_is_slow_to_answer_leaves_the_reward_role_idle_and_well() -> None:
+    trace = Trace().node("n4", REWARD, phase="score")
+    trace.answers, trace.loads = {REWARD: MUTE}, {REWARD: IDLE}
+    trace.play(30)
+    trace.still.add(REWARD)
+    trace.play(PHASES["score"].shortest - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("no_progress", REWARD)}
+
+
+def test_a_manager_that_is_restarted_asks_anew_and_holds_nothing_from_before_against_anybody() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, IDLE)
+    trace.play(EARLY + 10)
+    trace.restart()
+    asked = len(trace.asked)
+    trace.answers = {}
+    trace.play(100)
+    assert trace.found() == set()
+    assert len(trace.asked) > asked
+
+
+def test_the_time_to_ask_is_a_time_to_look_again() -> None:
+    trace = generating(asks=False)
+    falls_silent(trace, BUSY)
+    trace.play(5)
+    for life in (*ROLLOUTS[:2], agent_of("n1")):
+        if life != agent_of("n1"):
+            trace.watch.heard(life, "generate", trace.done[life], None, trace.now)
+    last = trace.watch.replicas[ROLLOUT.replica].clock
+    limits = Limits(silence=1000.0)
+    now, again = trace.now, 0.0
+    while again < last + EARLY:
+        _, again = detect(trace.watch, limits, now)
+        assert to_probe(trace.watch, limits, now) == []
+        now = again
+    assert again == last + EARLY
+    assert to_probe(trace.watch, limits, again) == [ROLLOUT]
+    trace.watch.asked(ROLLOUT, again)
+    assert to_probe(trace.watch, limits, again) == []
+
+
+def test_a_life_that_is_not_believed_any_more_is_neither_asked_nor_heard() -> None:
+    trace = generating()
+    second = Life(ReplicaId(ROLLOUT.replica), 2)
+    falls_silent(trace, IDLE)
+    trace.play(EARLY + 2)
+    trace.launch(second, "n1")
+    trace.watch.asked(ROLLOUT, trace.now)
+    trace.watch.answered(ROLLOUT, *DEAD, trace.now)
+    assert ROLLOUT not in to_probe(trace.watch, LIMITS, trace.now + 500)
+    assert trace.found() == set()
+
+
+def test_so_does_who_tells_of_tokens_without_a_kernel_though_its_cpu_works() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    trace.loads[ROLLOUT] = (0.1, 0.0, 0.0)
+    assert until_found(trace, 200) <= LIMITS.idle + LIMITS.probe + 4
+    assert trace.found() == {fail("no_answer", ROLLOUT)}

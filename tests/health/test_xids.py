@@ -1,0 +1,260 @@
+"""Xids: the catalogue, and what follows from what is told of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.health.readings import DcgmData, DcgmGpu, GpuXid, KernelEvent
+from rrl.health.xids import authority, catalogue, is_fatal, xid
+from rrl.spec.health_checks import Rules, XidRules
+from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.tests.health.looked_at import LookedAt, gpu
+
+HOUR = 3600.0
+TABLE_5B = {
+    "node_out": "79 151 160",
+    "gpu_reset": "46 48 62 64 95 109 110 119 120 136 140 143 155 156 158 162",
+    "nvlink": "74 144-150",
+    "app": "8 11 13 25 31 32 39-41 60 68-72 75-77 80 82-86 88-89 94 96-105 126-135 139",
+    "ignore": "14 37 38 43 44 45 63 66 67 92 93 106 107 121 137 141 152-154 157 161",
+    "service": "54 78 159",
+    "rest": "1-7 9 10 12 15-24 26-30 33-36 42 47 49-53 55-59 61 65 73 81 87 90 91 108 111-118 122-125 138 142 163-172",
+}
+"""peers.md 5b"""
+
+
+def _codes(text: str) -> set[int]:
+    spans = [(part.partition("-")[0], part.partition("-")[2] or part) for part in text.split()]
+    return {code for first, last in spans for code in range(int(first), int(last) + 1)}
+
+
+def test_every_code_of_the_table_is_in_the_catalogue_with_its_class() -> None:
+    for kind, text in TABLE_5B.items():
+        assert {code for code, one in catalogue().items() if one.kind == kind} == _codes(text)
+    assert all(one.meaning and one.source and one.fault for one in catalogue().values())
+
+
+def test_an_unknown_number_is_of_the_rest_and_a_site_may_say_otherwise() -> None:
+    assert xid(999, XidRules()).kind == "rest"
+    ours = xid(109, XidRules(classes={"109": "app"}))
+    assert (ours.kind, ours.action, ours.source) == ("app", Remedy.RESTART, "site")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("0x0 (None) to 0x1 (GPU Reset Required)", (True, Remedy.RESET_GPU)),
+        ("0x0 (None) to 0x2 (Node Reboot Required)", (True, Remedy.REBOOT)),
+        ("0x0 (None) to 0x3 (Drain P2P)", (True, Remedy.EXCLUDE)),
+        ("0x0 (None) to 0x4 (Drain and Reset)", (True, Remedy.RESET_GPU)),
+        ("0x1 (GPU Reset Required) to 0x0 (None)", (True, None)),
+        ("0x0 (None) to 0x9 (Something New)", (False, None)),
+    ],
+)
+def test_the_text_of_154_says_what_the_driver_wants(words: str, said: tuple[bool, Remedy | None]) -> None:
+    assert authority(f"NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from {words}") == said
+
+
+def test_fatal_is_not_non_fatal() -> None:
+    assert is_fatal("149, NETIR_LINK_EVT Fatal XC0 i0 Link 00")
+    assert not any(map(is_fatal, ("Nonfatal", "Non-fatal", "non fatal", "", "NETIR_LINK_EVT")))
+
+
+# ── what condemns ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_gpu_off_the_bus_condemns_at_once() -> None:
+    node = LookedAt().gpus().xid(79)
+    found = node.one("xid")
+    assert (found.verdict, found.remedy, found.cause, found.proof) == (Verdict.FAIL, Remedy.REBOOT, Cause.GPU, True)
+    assert found.part == "GPU-0"
+    assert "fallen off the bus" in found.evidence[0].text
+
+
+@pytest.mark.parametrize("code", [48, 62, 64, 95, 119, 120, 140, 158])
+def test_those_that_need_a_reset_say_so(code: int) -> None:
+    found = LookedAt().gpus().xid(code).one("xid")
+    assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.RESET_GPU, True)
+
+
+@pytest.mark.parametrize("code", sorted(_codes(TABLE_5B["app"])))
+def test_what_is_the_applications_doing_condemns_no_node_alone(code: int) -> None:
+    node = LookedAt().gpus().xid(code)
+    assert (node.verdict("xid"), node.one("xid").remedy) == (Verdict.WARN, Remedy.NONE)
+
+
+@pytest.mark.parametrize("code", sorted(_codes(TABLE_5B["ignore"])))
+def test_45_and_what_is_only_recorded_is_never_a_cause(code: int) -> None:
+    node = LookedAt().gpus().xid(code).passes(400).xid(code).passes(400).xid(code)
+    assert node.verdict("xid") is Verdict.OK
+
+
+def test_45_beside_another_xid_adds_nothing() -> None:
+    node = LookedAt().gpus().xid(45).xid(95).xid(45, index=1)
+    assert [one.part for one in node.of("xid")] == ["GPU-0"]
+    assert "45" not in node.text("xid")
+
+
+def test_the_authority_decides_what_is_done() -> None:
+    node = LookedAt().gpus().xid(95).xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot"
+                                         " Required)")  # fmt: skip
+    found = node.one("xid")
+    assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
+    assert "Xid 95" in node.text("xid")
+
+
+def test_once_the_driver_wants_nothing_any_more_the_gpu_is_trusted_again() -> None:
+    node = LookedAt().gpus().xid(119).passes(200)
+    assert node.verdict("xid") is Verdict.FAIL
+    node.xid(154, text="GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)").gpus(times=3)
+    assert node.verdict("xid") is Verdict.OK
+
+
+def test_a_154_without_words_says_nothing() -> None:
+    assert LookedAt().gpus().gpus(xids=(GpuXid("GPU-0", 154),)).verdict("xid") is Verdict.OK
+
+
+# ── again and again ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_an_applications_xid_twice_on_one_gpu_is_suspicious_and_under_two_roles_it_condemns() -> None:
+    node = LookedAt().gpus()
+    node.seen.occupied(["GPU-0"], "rollout", "rollout/0#1")
+    node.xid(31).passes(HOUR).xid(31)
+    assert node.verdict("xid") is Verdict.WARN
+    assert "suspect the hardware" in node.text("xid")
+    node.seen.occupied(["GPU-0"], "trainer", "trainer/0#2")
+    node.passes(HOUR).xid(31)
+    found = node.one("xid")
+    assert (found.verdict, found.remedy, found.cause) == (Verdict.FAIL, Remedy.EXCLUDE, Cause.GPU)
+    assert not found.proof
+
+
+def test_the_same_on_different_gpus_is_the_applications_bug() -> None:
+    node = LookedAt().gpus()
+    for role, life in (("rollout", "rollout/0#1"), ("trainer", "trainer/0#1")):
+        node.seen.occupied(["GPU-0", "GPU-1"], role, life)
+        node.passes(HOUR).xid(13).xid(13, index=1)
+    assert {one.verdict for one in node.of("xid")} == {Verdict.WARN}
+    assert "suspect" not in node.text("xid")
+
+
+def test_after_a_day_it_is_forgotten() -> None:
+    node = LookedAt().gpus().xid(13).passes(25 * HOUR).xid(13)
+    assert "suspect" not in node.text("xid")
+    assert node.passes(25 * HOUR).gpus(times=3).verdict("xid") is Verdict.OK
+
+
+def test_one_nvlink_error_warns_a_fatal_one_or_a_second_condemns() -> None:
+    assert LookedAt().gpus().xid(74).verdict("xid") is Verdict.WARN
+    assert LookedAt().gpus().xid(149, text="NETIR_LINK_EVT Fatal XC0").verdict("xid") is Verdict.FAIL
+    again = LookedAt().gpus().xid(145, text="RLW Nonfatal").passes(HOUR).xid(145, text="RLW Nonfatal")
+    assert (again.verdict("xid"), again.one("xid").remedy) == (Verdict.FAIL, Remedy.SUPPORT)
+
+
+def test_five_fatal_ones_within_a_day_are_the_makers_matter() -> None:
+    node = LookedAt().gpus()
+    for _ in range(5):
+        node.xid(119).passes(HOUR)
+    assert node.looks().one("xid").remedy is Remedy.SUPPORT
+
+
+@pytest.mark.parametrize("code", [1, 61, 142, 170, 999])
+def test_a_rare_number_warns_and_condemns_only_where_a_role_died_of_it(code: int) -> None:
+    node = LookedAt().gpus().xid(code)
+    assert node.verdict("xid") is Verdict.WARN
+    node.seen.role_died(["GPU-1"], node.now)
+    assert node.looks().verdict("xid") is Verdict.WARN, "another GPU's role"
+    node.seen.role_died(["GPU-0"], node.now + 30)
+    found = node.looks().one("xid")
+    assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
+
+
+def test_a_role_that_died_long_after_is_no_witness() -> None:
+    node = LookedAt().gpus().xid(61)
+    node.seen.role_died(["GPU-0"], node.now + 120)
+    assert node.looks().verdict("xid") is Verdict.WARN
+
+
+def test_a_cable_is_the_administrators_matter() -> None:
+    found = LookedAt().gpus().xid(54).one("xid")
+    assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
+
+
+# ── whose end it is, and who tells it ────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("code", [13, 31, 74, 54, 61])
+def test_around_our_own_kill_xids_are_only_recorded(code: int) -> None:
+    node = LookedAt().gpus()
+    node.seen.killed(node.now - 20)
+    assert node.xid(code).verdict("xid") is Verdict.OK
+    late = LookedAt().gpus().xid(code)
+    late.seen.killed(late.now + 5)
+    assert late.passes(5).gpus(times=3).verdict("xid") is Verdict.OK, "we hear of a kill when it is done"
+    later = LookedAt().gpus()
+    later.seen.killed(later.now)
+    assert later.passes(90).xid(code).verdict("xid") is Verdict.WARN
+
+
+@pytest.mark.parametrize("code", [79, 95])
+def test_the_gravest_act_also_around_our_own_kill(code: int) -> None:
+    node = LookedAt().gpus()
+    node.seen.killed(node.now)
+    assert node.xid(code).verdict("xid") is Verdict.FAIL
+
+
+def test_kernel_log_nvml_and_dcgm_tell_of_one_event() -> None:
+    node = LookedAt().gpus().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 7}),)))
+    node.xid(74).gpus(xids=(GpuXid("GPU-0", 74), GpuXid("", 74)))
+    node.passes(60).reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={74: 9}),)))
+    assert node.verdict("xid") is Verdict.WARN, "one event, not a repeated one"
+    assert node.seen.xids.events[0].sources == {"kernel", "nvml", "dcgm"}
+    assert len(node.seen.xids.events) == 1
+    node.passes(200).gpus(xids=(GpuXid("GPU-0", 74),))
+    assert node.verdict("xid") is Verdict.FAIL
+
+
+def test_what_was_told_by_bus_before_nvml_was_read_belongs_to_the_same_gpu() -> None:
+    node = LookedAt().xid(79)
+    assert node.one("xid").part == "0000:00:00"
+    node.gpus(xids=(GpuXid("GPU-0", 79),)).gpus(times=2)
+    assert [one.part for one in node.of("xid") if one.verdict is Verdict.FAIL] == ["GPU-0"]
+    assert len(node.seen.xids.events) == 1
+
+
+def test_counts_of_dcgm_before_us_are_no_events() -> None:
+    node = LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-0", xid_counts={79: 3}),)), times=3)
+    assert node.verdict("xid") is Verdict.OK
+
+
+def test_an_old_line_of_the_log_counts_unless_the_driver_says_that_all_is_well() -> None:
+    assert LookedAt().gpus().xid(119, age=HOUR).verdict("xid") is Verdict.WARN
+    assert LookedAt().gpus(gpu(0, recovery_action=None)).xid(119, age=HOUR).verdict("xid") is Verdict.FAIL
+    assert LookedAt().gpus(gpu(0, recovery_action=None)).xid(119, age=30 * HOUR).verdict("xid") is Verdict.OK
+
+
+def test_a_crash_before_us_says_nothing_of_the_gpu_and_several_do() -> None:
+    once = LookedAt().gpus().xid(31, age=HOUR)
+    assert once.verdict("xid") is Verdict.OK
+    once.xid(31, age=5 * HOUR)
+    assert (once.verdict("xid"), once.one("xid").cause) == (Verdict.WARN, Cause.GPU)
+    assert "suspect the hardware" in once.text("xid")
+
+
+def test_what_goes_on_is_an_equal_finding() -> None:
+    node = LookedAt().gpus().xid(95)
+    first = node.one("xid")
+    for _ in range(5):
+        node.passes(200).xid(95)
+        last = node.one("xid")
+    node.xid(95)
+    assert node.one("xid") is last
+    assert (last.since, last.part) == (first.since, first.part)
+
+
+def test_switches_have_their_own() -> None:
+    fatal = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal", pci="0000:c1:00")
+    mild = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Non-fatal, Link 30")
+    assert LookedAt().log(fatal).verdict("nvswitch") is Verdict.FAIL
+    assert LookedAt().log(mild).verdict("nvswitch") is Verdict.WARN
+
+
+def test_where_nobody_hears_xids_they_are_unknown() -> None:
+    node = LookedAt(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
+    assert node.verdict("xid") is Verdict.UNKNOWN
+    assert "dmesg_restrict is set" in node.text("xid")

@@ -1,0 +1,203 @@
+"""A stand-in NVIDIA driver: nvidia-ml-py calls ``fake_nvml.c``, which answers from a file that this class writes.
+
+    driver = FakeDriver(tmp_path).gpus(8)
+    process = Popen(..., env={**os.environ, **driver.env()})
+    driver.set(3, "ecc_volatile_uncorrected", 2)      # the running process sees it with its next call
+    driver.xid(3, 79)
+
+What is false: everything that it says. What is real: nvidia-ml-py, ctypes, the loader, and how a call that hangs or a
+device that is lost looks to a process. GPUs are numbered as NVML does; ``None`` means all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Self
+
+SOURCE = Path(__file__).with_name("fake_nvml.c")
+STATE_ENV = "RRL_FAKE_NVML"
+SONAME = "libnvidia-ml.so.1"
+"""the name that nvidia-ml-py loads; it knows no other place on Linux than the loader's"""
+
+ERRORS = {
+    "UNINITIALIZED": 1, "INVALID_ARGUMENT": 2, "NOT_SUPPORTED": 3, "NO_PERMISSION": 4, "NOT_FOUND": 6,
+    "DRIVER_NOT_LOADED": 9, "TIMEOUT": 10, "IRQ_ISSUE": 11, "FUNCTION_NOT_FOUND": 13, "CORRUPTED_INFOROM": 14,
+    "GPU_IS_LOST": 15, "RESET_REQUIRED": 16, "OPERATING_SYSTEM": 17, "LIB_RM_VERSION_MISMATCH": 18, "MEMORY": 20,
+    "NOT_READY": 27, "GPU_NOT_FOUND": 28, "UNKNOWN": 999,
+}  # fmt: skip
+"""NVML_ERROR_* by name; :meth:`FakeDriver.fail` takes any other as a number"""
+
+_ACTIONS = (
+    "none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset",
+    "system_reboot",
+)  # fmt: skip
+_FABRIC = ("not_supported", "not_started", "in_progress", "completed")
+_REASONS = (
+    "gpu_idle", "applications_clocks", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal", "hw_thermal",
+    "hw_power_brake", "display",
+)  # fmt: skip
+TEXTS = ("uuid", "name", "serial", "vbios", "pci")
+LINK_FIELDS = ("active", "replay", "recovery", "crc_flit", "crc_data")
+FIELDS = tuple(re.findall(r"^ +X\((\w+), ", SOURCE.read_text(), re.MULTILINE))
+"""what :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of readings.Gpu, and a few of the stand-in"""
+
+FUNCTIONS = frozenset(re.findall(r"\b(nvml[A-Z]\w+)[(,]", SOURCE.read_text())) - {"nvmlInit_v2"}
+"""what :meth:`FakeDriver.fail` and :meth:`FakeDriver.hang` take; nvidia-ml-py never calls nvmlInit_v2"""
+
+Value = int | str | bool | Iterable[str] | None
+"""a number; ``None``: the device does not support it; words as readings.Gpu has them"""
+
+
+def library(old: bool = False) -> Path:
+    """The folder with the library: compiled once for each text of its source, however many processes ask at once.
+    ``old``: as of a driver before r525, without the functions that came later."""
+    flags = ["-DOLD_DRIVER"] if old else []
+    digest = sha256(SOURCE.read_bytes() + repr(flags).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"rrl-fake-nvml-{os.getuid()}-{digest}"
+    made = folder / SONAME
+    if not made.exists():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        half = folder / f"{os.getpid()}-{threading.get_ident()}.so"
+        command = ["gcc", "-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{SONAME}"]
+        subprocess.run([*command, *flags, "-o", str(half), str(SOURCE)], check=True)
+        half.replace(made)
+    return folder
+
+
+class FakeDriver:
+    """Its state is written whole with every change, and renamed into place: no process ever reads half of it."""
+
+    def __init__(self, folder: Path, old: bool = False) -> None:
+        self.state = folder / "fake_nvml.state"
+        self._library = library(old)
+        self._count = 0
+        self._version = "570.86.15"
+        self._epoch = 0
+        self._sequence = 0
+        self._values: dict[tuple[str, str], str] = {}
+        self._processes: dict[tuple[int, int], int] = {}
+        self._failing: dict[tuple[str, int], int] = {}
+        self._hanging: set[tuple[str, int]] = set()
+        self._xids: list[str] = []
+        self._write()
+
+    def env(self) -> dict[str, str]:
+        """For a process that shall find this driver: the loader looks at its path only when a process starts."""
+        others = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+        return {"LD_LIBRARY_PATH": ":".join([str(self._library), *others]), STATE_ENV: str(self.state)}
+
+    def load(self) -> None:
+        """Into this process: the loader then takes it for the library of that name. Without ``RRL_FAKE_NVML`` in the
+        environment it says that no driver is loaded, so that other tests of this process meet what they expect."""
+        ctypes.CDLL(str(self._library / SONAME))
+
+    def gpus(self, count: int) -> Self:
+        self._count = count
+        return self._write()
+
+    def version(self, version: str) -> Self:
+        self._version = version
+        return self._write()
+
+    def reload(self) -> Self:
+        """The driver was unloaded and loaded again: every handle and session of before is void."""
+        self._epoch += 1
+        return self._write()
+
+    def set(self, gpu: int | None, field: str, value: Value) -> Self:
+        kind = "text" if field in TEXTS else "set"
+        if kind == "set" and field not in FIELDS:
+            raise ValueError(f"no field {field!r} of the stand-in; there are {', '.join((*FIELDS, *TEXTS))}")
+        self._values[f"{kind} {_number(gpu)}", field] = _written(field, value)
+        return self._write()
+
+    def link(self, gpu: int | None, link: int | None, field: str, value: int | None) -> Self:
+        if field not in LINK_FIELDS:
+            raise ValueError(f"no field {field!r} of a link; there are {', '.join(LINK_FIELDS)}")
+        self._values[f"link {_number(gpu)} {_number(link)}", field] = _written(field, value)
+        return self._write()
+
+    def process(self, gpu: int, pid: int, memory: int = 1 << 30) -> Self:
+        self._processes[gpu, pid] = memory
+        return self._write()
+
+    def end_process(self, gpu: int, pid: int) -> Self:
+        del self._processes[gpu, pid]
+        return self._write()
+
+    def fail(self, function: str, error: str | int, gpu: int | None = None) -> Self:
+        """``function`` of NVML as its library exports it, ``*`` for all that take a device, or ``field:<ID>``."""
+        code = error if isinstance(error, int) else ERRORS[error]
+        self._failing[_exported(function), -1 if gpu is None else gpu] = code
+        return self._write()
+
+    def lose(self, gpu: int, error: str = "GPU_IS_LOST") -> Self:
+        """Nothing about this GPU answers any more, as after Xid 79."""
+        return self.fail("*", error, gpu)
+
+    def hang(self, function: str, gpu: int | None = None) -> Self:
+        """The function does not return before :meth:`heal`; a signal without a handler still ends its process."""
+        self._hanging.add((_exported(function), -1 if gpu is None else gpu))
+        return self._write()
+
+    def heal(self) -> Self:
+        """No function fails or hangs any more; values stay."""
+        self._failing.clear()
+        self._hanging.clear()
+        return self._write()
+
+    def xid(self, gpu: int | None, code: int) -> Self:
+        """``None``: the event does not name its device."""
+        self._sequence += 1
+        self._xids.append(f"xid {self._sequence} {-1 if gpu is None else gpu} {code}")
+        return self._write()
+
+    def uuid(self, gpu: int) -> str:
+        return self._values.get((f"text {gpu}", "uuid"), f"GPU-{0xFA4E0000 + gpu:08x}-0000-4000-8000-{gpu:012x}")
+
+    def _write(self) -> Self:
+        lines = [f"gpus {self._count}", f"driver {self._version}", f"epoch {self._epoch}"]
+        # what is said of all GPUs comes first, whenever it was said: what is said of one holds for that one
+        lines += sorted(f"{where} {field} {value}" for (where, field), value in self._values.items())
+        lines += [f"process {gpu} {pid} {memory}" for (gpu, pid), memory in self._processes.items()]
+        lines += [f"fail {function} {code} {gpu}" for (function, gpu), code in self._failing.items()]
+        lines += [f"hang {function} {gpu}" for function, gpu in sorted(self._hanging)]
+        half = self.state.with_suffix(".half")
+        half.write_text("\n".join([*lines, *self._xids, ""]))
+        half.replace(self.state)
+        return self
+
+
+def _exported(function: str) -> str:
+    """The name that nvidia-ml-py calls, of one with or without its version: nvmlDeviceGetCount, nvmlInit_v2."""
+    if function == "*" or function.startswith("field:"):
+        return function
+    plain = re.sub(r"_v\d$", "", function)
+    names = ("nvmlInitWithFlags",) if plain == "nvmlInit" else (function, f"{plain}_v3", f"{plain}_v2", plain)
+    for name in names:
+        if name in FUNCTIONS:
+            return name
+    raise ValueError(f"the stand-in has no function {function}")
+
+
+def _number(which: int | None) -> str:
+    return "*" if which is None else str(which)
+
+
+def _written(field: str, value: Value) -> str:
+    if value is None:
+        return "unsupported"
+    if isinstance(value, str):
+        named = {"recovery_action": _ACTIONS, "fabric_state": _FABRIC}.get(field)
+        return value if named is None else str(named.index(value))
+    if isinstance(value, int):
+        return str(int(value))
+    return str(sum(1 << _REASONS.index(reason) for reason in value))

@@ -1,0 +1,96 @@
+"""The stand-in driver itself: what running processes see of it, and that roles find their GPUs through it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from rrl.roles.environment import GPUS_ENV
+from rrl.roles.gpus import Gpus, held_gpus
+from rrl.tests.lab.nvml.driver import SONAME, STATE_ENV, FakeDriver, library
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver(tmp_path).gpus(4)
+    driver.load()
+    monkeypatch.setenv(STATE_ENV, str(driver.state))
+    return driver
+
+
+def test_a_role_names_the_gpus_that_it_was_given(driver: FakeDriver) -> None:
+    environ = {GPUS_ENV: "0,2", "CUDA_VISIBLE_DEVICES": "0,2"}
+    assert held_gpus(environ) == (driver.uuid(0), driver.uuid(2))
+
+
+def test_a_role_sees_its_gpus_work(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    driver.set(0, "utilization", 90)
+    gpus = Gpus()
+    assert gpus.at_work() is False, "that one is somebody else's"
+    driver.set(2, "utilization", 3)
+    assert gpus.at_work() is True
+    driver.lose(2)
+    assert gpus.at_work() is False
+
+
+def test_a_process_of_its_own_finds_it_by_the_loaders_path(driver: FakeDriver) -> None:
+    program = "import pynvml; pynvml.nvmlInit(); print(pynvml.nvmlDeviceGetCount())"
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, env={**os.environ, **driver.env()}, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "4\n", done.stderr
+
+
+def test_without_its_state_it_says_that_no_driver_is_loaded(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a process which loaded it once is, for all other tests, one without a driver."""
+    monkeypatch.delenv(STATE_ENV)
+    with pytest.raises(pynvml.NVMLError_DriverNotLoaded):
+        pynvml.nvmlInit()
+
+
+def test_what_is_said_of_one_gpu_holds_against_what_is_said_of_all(driver: FakeDriver) -> None:
+    driver.set(1, "temperature", 70).set(None, "temperature", 50)
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(2)]
+    assert [pynvml.nvmlDeviceGetTemperature(handle, 0) for handle in handles] == [50, 70]
+    pynvml.nvmlShutdown()
+
+
+def test_many_who_ask_at_once_get_one_whole_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lambda _: library(), range(4)))
+    (folder,) = folders
+    assert [path.name for path in folder.iterdir()] == [SONAME]
+
+
+def test_functions_may_be_named_without_their_version(driver: FakeDriver) -> None:
+    driver.fail("nvmlDeviceGetCount", "TIMEOUT").fail("nvmlInit_v2", "MEMORY")
+    with pytest.raises(pynvml.NVMLError_Memory):
+        pynvml.nvmlInit()
+    driver.heal().fail("nvmlDeviceGetCount", "TIMEOUT")
+    pynvml.nvmlInit()
+    with pytest.raises(pynvml.NVMLError_Timeout):
+        pynvml.nvmlDeviceGetCount()
+    pynvml.nvmlShutdown()
+
+
+def test_a_function_that_nobody_calls_is_refused(driver: FakeDriver) -> None:
+    for order in (driver.hang, lambda function: driver.fail(function, "TIMEOUT")):
+        with pytest.raises(ValueError, match="no function"):
+            order("nvmlDeviceGetTemprature")
+
+
+@pytest.mark.parametrize("wrong", ["temprature", "lost"])
+def test_a_field_that_it_does_not_have_is_refused_at_once(driver: FakeDriver, wrong: str) -> None:
+    with pytest.raises(ValueError, match="no field"):
+        driver.set(0, wrong, 1)

@@ -1,0 +1,131 @@
+"""Readers that misbehave, for tests of the keeper: each does one thing wrong.
+
+``options.proc`` names a folder in which they leave notes of what they did (empty files ``what.pid``), and in which a
+test leaves notes for them. Give one to the keeper by :func:`place`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from rrl.health.readers import Absent, Denied, ReaderOptions
+from rrl.health.readings import HostData
+
+_LOOK = 0.01
+"""s between two looks for a note"""
+
+
+def place(kind: type[Good]) -> str:
+    return f"{kind.name}={__name__}:{kind.__name__}"
+
+
+class Good:
+    name, every, within = "good", 0.02, 20.0
+
+    def __init__(self, options: ReaderOptions) -> None:
+        self._notes = Path(options.proc)
+        self._note("made")
+        self._count = 0
+
+    def _note(self, what: str) -> None:
+        (self._notes / f"{self.name}-{what}.{os.getpid()}").touch()
+
+    def read(self) -> HostData:
+        """``zombies``: how many reads there were in this process."""
+        self._count += 1
+        return HostData(zombies=self._count)
+
+    def close(self) -> None:
+        self._note("closed")
+
+
+class Hangs(Good):
+    """For as long as there is a note ``hang``."""
+
+    name, within = "hangs", 0.3
+
+    def read(self) -> HostData:
+        while (self._notes / "hang").exists():
+            time.sleep(_LOOK)
+        return super().read()
+
+
+class HangsInC(Good):
+    """In a call that holds the interpreter and that no handler of ours interrupts, as a driver's library may."""
+
+    name, within = "stuck", 0.3
+
+    def read(self) -> HostData:
+        self._note("stuck")
+        lock = ctypes.create_string_buffer(64)  # more than a pthread_mutex_t, and zeros are an open one
+        calls = ctypes.PyDLL(None)
+        calls.pthread_mutex_lock(lock)
+        calls.pthread_mutex_lock(lock)
+        return super().read()
+
+
+class HangsAtStart(Good):
+    name = "slow"
+
+    def __init__(self, options: ReaderOptions) -> None:
+        super().__init__(options)
+        time.sleep(600)
+
+
+class Dies(Good):
+    name = "dies"
+
+    def read(self) -> HostData:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().read()
+
+
+class Garbles(Good):
+    """What is no frame, on the line to the keeper: as a library would that writes where it should not."""
+
+    name = "garbles"
+
+    def read(self) -> HostData:
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                    os.write(int(entry), b"\xff" * 64)
+        return super().read()
+
+
+class IsAbsent(Good):
+    name = "absent"
+
+    def read(self) -> HostData:
+        raise Absent("no such device here")
+
+
+class IsDenied(Good):
+    """Already when it is made."""
+
+    name = "denied"
+
+    def __init__(self, options: ReaderOptions) -> None:
+        raise Denied("not for you")
+
+
+class Raises(Good):
+    name = "raises"
+
+    def read(self) -> HostData:
+        raise ValueError("no sense in this")
+
+
+class Floods(Good):
+    """Each reading is more than a socket holds."""
+
+    name, every = "floods", 0.0
+
+    def read(self) -> HostData:
+        self._count += 1
+        return HostData(zombies=self._count, clock_source="x" * 500_000)

@@ -1,0 +1,74 @@
+"""What can happen in a scenario: the word, to whom, and which keys say more of it. docs/scenarios.md has the prose."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Target = Literal["process", "node", "manager"]
+
+PROCESS_DEEDS = Literal[
+    "crash", "exit", "vanish", "goodbye", "hang", "wedge", "freeze", "lie", "quiet", "stretch", "slow", "late_beats",
+    "mute", "busy", "restart", "start_takes",
+]  # fmt: skip
+NODE_DEEDS = Literal[
+    "node_dies", "node_down", "agent_dies", "agent_freezes", "cut", "suspend", "drain", "unknown", "flap",
+    "xid", "gpu", "gpu_lost", "port", "mount", "host", "kernel", "dcgm", "reader",
+]  # fmt: skip
+MANAGER_DEEDS = Literal["manager_restart", "manager_pause", "cluster_away"]
+
+_LOADS = ("cpu", "gpu_use", "tensor")
+KEYS: dict[str, tuple[str, ...]] = {
+    "crash": ("signal", "said", "phase"),
+    "exit": ("code", "said", "phase"),
+    "vanish": ("phase",),
+    "goodbye": ("phase",),
+    "hang": ("phase", "for", *_LOADS),
+    "wedge": ("phase", "for", "answer", *_LOADS),
+    "freeze": ("phase", "for"),
+    "lie": ("phase", "for", "cpu", "gpu_use"),
+    "quiet": ("phase", "for", "answers_after", *_LOADS),
+    "stretch": ("phase", "for", *_LOADS),
+    "slow": ("phase", "factor", "for"),
+    "late_beats": ("phase", "by", "for"),
+    "mute": ("phase", "for"),
+    "busy": ("phase", "answers_after", "for"),
+    "restart": ("phase",),
+    "start_takes": ("for",),
+    "node_dies": ("phase", "down_after"),
+    "node_down": ("phase", "text"),
+    "agent_dies": ("phase", "back_after"),
+    "agent_freezes": ("phase", "for"),
+    "cut": ("phase", "for"),
+    "suspend": ("phase", "for"),
+    "drain": ("for",),
+    "unknown": ("for",),
+    "flap": ("times", "every"),
+    "xid": ("gpu", "xid", "text", "times", "every"),
+    "gpu": ("gpu", "set", "grow", "for"),
+    "gpu_lost": ("gpu", "text"),
+    "port": ("port", "set", "grow", "for"),
+    "mount": ("path", "set", "grow", "for"),
+    "host": ("set", "grow", "for"),
+    "kernel": ("kind", "text", "path", "times", "every"),
+    "dcgm": ("gpu", "system", "incident", "severity", "text", "for"),
+    "reader": ("reader", "state", "text", "for"),
+    "manager_restart": ("for",),
+    "manager_pause": ("for",),
+    "cluster_away": ("for",),
+}
+"""key of the file → who may have it; ``at``, ``after``, ``do``, ``who`` and ``name`` are everybody's"""
+NEEDED: dict[str, str] = {
+    "stretch": "for", "slow": "factor", "late_beats": "by", "busy": "answers_after", "start_takes": "for", "xid": "xid",
+}  # fmt: skip
+"""what it does nothing without"""
+CHANGES = frozenset({"gpu", "port", "mount", "host"})
+"""they need ``set`` or ``grow``"""
+
+HARDWARE = frozenset({"xid", "gpu", "gpu_lost", "port", "mount", "host", "kernel", "dcgm", "reader"})
+"""seen by the node's readers"""
+
+
+def target_of(deed: str) -> Target:
+    if deed in get_args(PROCESS_DEEDS):
+        return "process"
+    return "node" if deed in get_args(NODE_DEEDS) else "manager"

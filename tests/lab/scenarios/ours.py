@@ -1,0 +1,235 @@
+"""rrl's own detectors as a judge: the watch and ``detect`` as the manager drives them, the checks as agents do, and
+between both the gates of ``[health]`` and of correlation (rrl.manager.findings).
+
+``factor`` multiplies the bounds in time, for the curve over thresholds.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+
+from rrl.health.correlation import Here, Memory, correlate
+from rrl.health.guards import detect
+from rrl.health.hardware import judge
+from rrl.health.presence import unheard
+from rrl.health.readings import Reading
+from rrl.health.seen import Seen
+from rrl.health.sightings import Watch
+from rrl.health.suspicion import to_probe
+from rrl.manager.node_health import heeded
+from rrl.spec.health_checks import Rules
+from rrl.spec.jobview import HealthView, Limits, PhaseView
+from rrl.spec.phases import PHASES
+from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, index_of, role_of
+from rrl.tests.lab.scenarios.format import Scenario
+from rrl.tests.lab.scenarios.hardware import PACE, uuid_of
+from rrl.tests.lab.scenarios.judge import Believed
+from rrl.tests.lab.scenarios.rhythms import Loads, roles_of
+
+_SCALED = ("silence", "join", "first_pass", "suspect", "probe", "idle")
+_LOOKS = 8
+"""beats between two looks while nothing but beats is heard and nothing is due; what is due is looked at in time"""
+
+
+def limits_of(scenario: Scenario, factor: float = 1.0) -> Limits:
+    given = {name: getattr(scenario.limits, name) for name in type(scenario.limits).model_fields}
+    phases = {name: PhaseView(**table.model_dump()) for name, table in scenario.phases.items()}
+    limits = Limits(**given, phases=phases)
+    if "stragglers" in Limits.__struct_fields__:
+        limits = msgspec.structs.replace(limits, stragglers=scenario.health.stragglers)
+    if factor == 1.0:
+        return limits
+    views = {}
+    for name in {*PHASES, *limits.phases}:
+        phase = limits.phase(name)
+        said = limits.phases.get(name, PhaseView())
+        views[name] = msgspec.structs.replace(said, shortest=phase.shortest * factor, longest=phase.longest * factor)
+    scaled = {name: getattr(limits, name) * factor for name in _SCALED}
+    return msgspec.structs.replace(limits, phases=views, **scaled)
+
+
+class Ours:
+    asks_for_work = True
+
+    def __init__(self, scenario: Scenario, factor: float = 1.0) -> None:
+        self._limits = limits_of(scenario, factor)
+        self._view = msgspec.convert(scenario.health.model_dump(), HealthView)
+        self._rollouts = {name for name in roles_of(scenario) if name == "rollout"}
+        self._rules = Rules()
+        self._gpus_of = {name: table.gpus or 0 for name, table in roles_of(scenario).items()}
+        self._tenants: dict[NodeName, tuple[list[str], str, str]] = {}
+        """node → UUIDs, role and life of who has its GPUs"""
+        self._tensor = "dcgm" in scenario.cluster.readers
+        self._tensors: dict[Life, tuple[float, float]] = {}
+        self._watch = Watch()
+        self._watch.heed(self._limits)
+        self._memory = Memory()
+        self._seen: dict[NodeName, Seen] = {}
+        self._said: dict[NodeName, dict[str, Finding]] = {}
+        self._fresh: set[NodeName] = set()
+        """nodes with a reading that their agent has not judged yet"""
+        self._speaks: dict[NodeName, float] = {}
+        self._news = True
+        self._again = 0.0
+        self._looked = 0
+        self._raw: list[Finding] = []
+        self._found: list[Finding] = []
+
+    # ── heard ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def launched(self, life: Life, node: NodeName, now: float) -> None:
+        self._watch.launched(life, node, now)
+        self._news = True
+
+    def hello(self, life: Life, node: NodeName, phase: str, now: float) -> None:
+        self._watch.joined(life, node, phase, now)
+        if gpus := self._gpus_of.get(role_of(life.replica), 0):
+            uuids = [uuid_of(node, index) for index in range(gpus)]
+            self._tenants[node] = uuids, role_of(life.replica), str(life)
+        self._news = True
+
+    def beat(self, life: Life, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+        self._watch.heard(life, phase, done, waits_for, now)
+
+    def entered(self, life: Life, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
+        self._watch.entered(life, phase, done, waits_for, now)
+
+    def goodbye(self, life: Life, now: float) -> None:
+        self._watch.goodbye(life, now)
+        self._news = True
+
+    def exited(self, life: Life, code: int | None, signal: int | None, why: str, said: str, now: float) -> None:
+        self._watch.step_ended(life, code, signal, why, now, said)
+        self._news = True
+
+    def gone(self, life: Life, now: float) -> None:
+        self._watch.gone(life, now)
+        self._watch.step_ended(life, None, None, "vanished", now)
+        self._news = True
+
+    def agent(self, node: NodeName, life: Life, now: float, boot: str = "") -> None:
+        self._watch.agent_heard(node, life, now, boot)
+        self._speaks[node] = now
+
+    def alive(self, life: Life, now: float) -> None:
+        self._watch.step_alive(life, now)
+
+    def load(self, life: Life, loads: Loads, has_gpu: bool, told: bool, now: float) -> None:
+        if not told:
+            return
+        tensor = self._sampled(life, loads.tensor, now) if has_gpu and self._tensor else None
+        self._watch.load(life, loads.cpu, loads.gpu if has_gpu else None, now, tensor)
+
+    def _sampled(self, life: Life, tensor: float, now: float) -> float:
+        """As DCGM told it last."""
+        if life not in self._tensors or now - self._tensors[life][0] >= PACE["dcgm"]:
+            self._tensors[life] = now, tensor
+        return self._tensors[life][1]
+
+    def cluster(self, states: dict[NodeName, tuple[str, str, bool]], asked_at: float, now: float) -> None:
+        """As rrl.manager.looking tells it."""
+        known = self._watch.nodes
+        gone = [name for name, (state, _, _) in states.items() if state in ("down", "unknown")]
+        ceased = [name for name in gone if (home := known.get(name)) is not None and home.called_up]
+        alone = 2 * len(ceased) <= max(2, len(states))
+        for name, (state, detail, suspended) in states.items():
+            self._watch.cluster_node(name, state, detail, now, alone)
+            self._watch.cluster_job(name, suspended, asked_at, now)
+        self._news = True
+
+    def asks_cluster(self, now: float) -> bool:
+        return self._watch.unsure(self._limits, now)
+
+    def asks(self, now: float) -> list[Life]:
+        if not self._looked_now:
+            return []
+        asked = to_probe(self._watch, self._limits, now)
+        for life in asked:
+            self._watch.asked(life, now)
+            self._news = True
+        return asked
+
+    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None:
+        self._watch.answered(life, ok, detail, now)
+        self._news = True
+
+    # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────
+    def forget(self, life: Life, now: float) -> None:
+        self._watch.forget(life)
+        if role_of(life.replica) == AGENT:  # what it had seen goes with it
+            self._seen.pop(NodeName(index_of(life.replica)), None)
+        self._news = True
+
+    def forget_node(self, node: NodeName, now: float) -> None:
+        self._watch.forget_node(node)
+        for known in (self._said, self._seen, self._speaks):
+            known.pop(node, None)
+        self._news = True
+
+    def restarted(self, believed: Believed, now: float) -> None:
+        self._watch, self._memory = Watch(), Memory()
+        self._watch.heed(self._limits)
+        for life, node in believed:
+            self._watch.launched(life, node, now)
+        self._news = True
+
+    def paused(self, now: float) -> None:
+        self._watch.restart(now)
+        self._news = True
+
+    # ── on the nodes ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def reading(self, node: NodeName, reading: Reading, now: float) -> None:
+        if (seen := self._seen.get(node)) is None:
+            seen = self._seen[node] = Seen(self._rules.xid.burst)
+        seen.add(reading)
+        self._fresh.add(node)
+
+    def killed(self, life: Life, node: NodeName, now: float) -> None:
+        if (seen := self._seen.get(node)) is not None:
+            seen.killed(now)
+            self._fresh.add(node)
+
+    def role_died(self, node: NodeName, gpus: list[str], now: float) -> None:
+        if (seen := self._seen.get(node)) is not None:
+            seen.role_died(gpus, now)
+            self._fresh.add(node)
+
+    def _judge_nodes(self, now: float) -> None:
+        """Agents judge once a second; one that is silent tells nothing."""
+        rules = self._rules
+        for node in list(self._fresh):
+            if now - self._speaks.get(node, -inf) > self._limits.beat:
+                continue
+            self._fresh.discard(node)
+            if node in self._tenants:
+                self._seen[node].occupied(*self._tenants[node])
+            told = [one for one in judge(self._seen[node], node, rules, now)
+                    if one.verdict in (Verdict.WARN, Verdict.FAIL)]  # fmt: skip
+            found = {one.key: one for one in told}
+            if found != self._said.get(node, {}):
+                self._said[node] = found
+                self._news = True
+
+    # ── found ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def findings(self, now: float) -> list[Finding]:
+        self._judge_nodes(now)
+        self._looked += 1
+        self._looked_now = self._news or now >= self._again or bool(self._raw) or self._looked % _LOOKS == 0
+        if not self._looked_now:
+            return self._found
+        self._news = False
+        self._raw, self._again = detect(self._watch, self._limits, now)
+        said = [one for found in self._said.values() for one in found.values()]
+        every = [one for finding in (*self._raw, *said) if (one := heeded(finding, self._view)) is not None]
+        self._found, self._memory, again = correlate(every, self._here(now), self._memory, now)
+        self._again = min(self._again, again)
+        return self._found
+
+    _looked_now = False
+
+    def _here(self, now: float) -> Here:
+        working = [one for one in self._watch.replicas.values() if role_of(one.life.replica) != AGENT]
+        joined = {one.life for one in working if one.status == "joined" and role_of(one.life.replica) in self._rollouts}
+        return Here(len(self._watch.nodes), {one.node for one in working}, joined,
+                    silent=unheard(self._raw, self._watch, self._limits, now))  # fmt: skip

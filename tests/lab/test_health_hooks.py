@@ -1,0 +1,166 @@
+"""examples/health in a real Slurm: which verdicts drain a node or keep a job off it, and whose drains stay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.slurm
+EXAMPLES = Path(__file__).parents[2] / "examples/health"
+EVERY = 3
+"""s between two runs of the HealthCheckProgram"""
+WITHIN = 120.0
+"""s for some of them, on a machine that does much else"""
+
+
+class Hooked:
+    """A lab of two nodes with both scripts installed. Each node has rules of its own, and a folder that they expect."""
+
+    def __init__(self, lab: SlurmLab) -> None:
+        self.lab, self.dir = lab, lab.dir / "health"
+        self.dir.mkdir()
+        self._install("prolog.sh")
+        self._install("healthcheck.sh")
+        self.restore()
+
+    def restore(self) -> None:
+        """No hook, healthy nodes, no drain."""
+        self.configure()
+        for node in self.lab.nodes:
+            self.mount(node).mkdir(exist_ok=True)
+            self.rules(node)
+            if "drain" in self.lab.states()[node]:
+                self.lab.slurm("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def mount(self, node: str) -> Path:
+        return self.dir / f"scratch-{node}"
+
+    def rules(self, node: str, text: str = "") -> None:
+        """Only what the test is about is checked: this machine is busy, and its log belongs to others."""
+        new = self.dir / f"{node}.new"
+        new.write_text(f'[expect]\nmounts = ["{self.mount(node)}"]\n{text}\n[checks]\n{_OFF}\n')
+        new.rename(self.dir / f"{node}.toml")
+
+    def configure(self, *lines: str) -> None:
+        text = self.lab.conf.read_text().partition("# hooks\n")[0]
+        self.lab.conf.write_text(text + "# hooks\n" + "".join(f"{line}\n" for line in lines))
+        self.lab.slurm("scontrol", "reconfigure")
+
+    def reason(self, node: str) -> str:
+        shown = self.lab.slurm("scontrol", "show", "node", node)
+        return next((line.strip()[len("Reason=") :] for line in shown.splitlines() if "Reason=" in line), "")
+
+    def looks(self, node: str) -> int:
+        """How often the check was made there."""
+        log = self.dir / f"{node}.looks"
+        return log.read_text().count("\n") if log.exists() else 0
+
+    def looked(self, node: str, times: int = 2) -> None:
+        """Wait until it was made so often again, the last time to its end."""
+        before = self.looks(node)
+        deadline = time.monotonic() + WITHIN
+        while self.looks(node) <= before + times:
+            assert time.monotonic() < deadline, f"no health check on {node}; see {self.lab.dir}/log"
+            time.sleep(0.1)
+
+    def _install(self, name: str) -> None:
+        rrl = self.dir / "rrl"
+        rrl.write_text(
+            f'#!/bin/sh\necho look >> "{self.dir}/$SLURMD_NODENAME.looks"\n'
+            f'export RRL_HEALTH_CONFIG="{self.dir}/$SLURMD_NODENAME.toml"\n'
+            f'exec "{Path(sys.executable).parent}/rrl" "$@"\n'
+        )
+        rrl.chmod(0o755)
+        text = (EXAMPLES / name).read_text()
+        for was, now in (
+            ("RRL=/opt/rrl/bin/rrl ", f"export SLURM_CONF={self.lab.conf}\nRRL={rrl} "),
+            ("CONFIG=/etc/rrl/health.toml ", "CONFIG=/no/such "),
+        ):
+            assert was in text
+            text = text.replace(was, now)
+        (self.dir / name).write_text(text)
+        (self.dir / name).chmod(0o755)
+
+
+_OFF = "\n".join(
+    f'{check} = "off"'
+    for check in ("kernel_io", "kernel_filesystem", "kernel_mce", "kernel_nic", "oom", "xid", "disk", "memory", "stuck",
+                  "zombies")
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def _hooked_lab(slurm_lab: SlurmLab) -> Iterator[Hooked]:
+    """Skips, or fails, as ``slurm_lab`` does; a lab of its own, for it is configured anew."""
+    with SlurmLab.start(nodes=2) as lab:
+        yield Hooked(lab)
+
+
+@pytest.fixture
+def hooked(_hooked_lab: Hooked) -> Iterator[Hooked]:
+    yield _hooked_lab
+    _hooked_lab.restore()
+
+
+@pytest.mark.long
+def test_the_health_check_program_drains_what_fails_and_undrains_only_its_own(hooked: Hooked) -> None:
+    lab = hooked.lab
+    hooked.configure(
+        f"HealthCheckProgram={hooked.dir}/healthcheck.sh", f"HealthCheckInterval={EVERY}", "HealthCheckNodeState=ANY"
+    )
+    hooked.looked("n1")
+    assert lab.states() == {"n1": "idle", "n2": "idle"}, "a healthy node stays"
+
+    hooked.mount("n1").rmdir()
+    lab.wait_states({"n1": "drain", "n2": "idle"}, WITHIN)
+    assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")
+    hooked.mount("n1").mkdir()
+    lab.wait_states({"n1": "idle"}, WITHIN)
+
+    hooked.rules("n1", 'clock_source = "sundial"\ngpus = 8')  # WARN, UNKNOWN
+    hooked.looked("n1")
+    assert lab.states()["n1"] == "idle"
+    (hooked.dir / "n1.toml").write_text("[checks\n")  # a check that cannot be made
+    hooked.looked("n1")
+    assert lab.states()["n1"] == "idle"
+    hooked.rules("n1")
+
+    lab.slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=the fan is loud")
+    hooked.mount("n2").rmdir()
+    hooked.looked("n2")
+    assert hooked.reason("n2").startswith("the fan is loud")
+    hooked.mount("n2").mkdir()
+    hooked.looked("n2")
+    assert lab.states()["n2"] == "drain"
+    assert hooked.reason("n2").startswith("the fan is loud")
+
+
+def test_a_prolog_keeps_jobs_from_a_node_that_fails_and_from_no_other(hooked: Hooked) -> None:
+    lab = hooked.lab
+    hooked.configure(f"Prolog={hooked.dir}/prolog.sh", "PrologFlags=Alloc")
+    run = ["srun", "-n1", "-w", "n1", "--mem=100M", "true"]
+    for harmless in ("", 'clock_source = "sundial"', "gpus = 8"):
+        hooked.rules("n1", harmless)
+        lab.run_as_user(run)
+    (hooked.dir / "n1.toml").write_text("[checks\n")
+    lab.run_as_user(run)
+    lab.wait_states({"n1": "idle"}, WITHIN)
+    assert hooked.looks("n1") >= 4, "the prolog ran"
+
+    hooked.rules("n1")
+    hooked.mount("n1").rmdir()
+    failing = lab.popen_as_user(run)
+    try:
+        lab.wait_states({"n1": "drain"}, WITHIN)
+        assert lab.states()["n2"] == "idle"
+        assert failing.poll() is None or failing.returncode, "its job did not start there"
+    finally:
+        if ids := [job.split()[0] for job in lab.jobs()]:
+            lab.slurm("scancel", *ids)
+        failing.wait(timeout=60)

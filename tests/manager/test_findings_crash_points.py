@@ -1,0 +1,174 @@
+"""The manager may die over any record of a story in which agents find something on their nodes: before anybody works
+there, and while roles do. It ends as if nobody had died: the same nodes are left, and nothing is said twice."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Launch
+from rrl.manager.state import State
+from rrl.spec.jobview import Limits, Recovery
+from rrl.spec.words import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, command, commands, job
+from rrl.tests.manager.site import Site
+from rrl.tests.manager.test_crash_points import Script, lived
+
+LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+R0, R1 = ROLLOUTS
+N2 = NodeName("n2")
+SPARSE = 7
+"""only each so-manieth record in `make test`"""
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here loses power: what was written is there."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def ill(node: NodeName, detector: str, part: str = "GPU-1", *, cause: Cause = Cause.GPU, proof: bool = False,
+        verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
+    remedy = Remedy.REBOOT if verdict is Verdict.FAIL else Remedy.NONE
+    return Finding(
+        detector, verdict, cause, remedy, 0.0, (Evidence("nvml", "it is broken", 0.0),), node=node, proof=proof,
+        part=part,
+    )  # fmt: skip
+
+
+def _breaks_under_a_rollout(site: Site) -> None:
+    site.finds(ill(site.working()[R1][0].node, "gpu_ecc"))
+
+
+def _is_hot_under_another(site: Site) -> None:
+    site.finds(ill(site.working()[R0][0].node, "gpu_hot", verdict=Verdict.WARN))
+
+
+JOB = msgspec.structs.replace(
+    job(spares=2, steps=16, limits=LIMITS, recovery=Recovery(breaker=0.5)), cluster="slurm",
+)  # fmt: skip
+STORY = Script(
+    Outcome.COMPLETED, granted=1, job=JOB, at_step={2: _breaks_under_a_rollout, 3: _is_hot_under_another}
+)  # fmt: skip
+
+
+def prepared(site: Site) -> None:
+    site.finds(ill(N2, "gpu_lost", proof=True))
+
+
+def changes(site: Site) -> Counter[tuple[str, str]]:
+    """How often each key changed to each verdict, as far as it was written: what was lost is said again."""
+    every = (one.event for one in {one.seq: one for one in site.records}.values())
+    return Counter((one.finding.key, one.finding.verdict.value) for one in every if isinstance(one, ev.FindingChanged))
+
+
+def _break_together(site: Site) -> None:
+    site.finds(*(ill(actors[0].node, "gpu_ecc") for id, actors in site.working().items() if id in (R0, R1, TRAINER)))
+
+
+TOGETHER = Script(
+    Outcome.COMPLETED, granted=1, at_step={2: _break_together},
+    job=msgspec.structs.replace(job(spares=2, steps=12, limits=LIMITS, recovery=Recovery(breaker=0.8)), cluster="slurm")
+)  # fmt: skip
+
+
+@functools.cache
+def unharmed() -> list[ev.Stamped]:
+    site, outcome, state = lived(STORY, prepared)
+    assert site.managers == 1
+    assert_ended_well(site, outcome, state)
+    return site.records
+
+
+def assert_ended_well(site: Site, outcome: Outcome, state: State) -> None:
+    assert (outcome, state.step, site.allocations, state.intents) == (Outcome.COMPLETED, JOB.steps, {}, {})
+    left = {name for name, node in state.nodes.items() if node.excluded is not None}
+    broken = {name for name, found in site.ill.items() if any(one.verdict is Verdict.FAIL for one in found)}
+    assert (left, set(site.drained), len(left)) == (broken, broken, 2)
+    assert not [tag for tag in site.started if AGENT not in tag and _node(site, tag) == N2], "a role on a broken node"
+    lives = Counter(life.replica for life in site.worked)
+    assert lives[R1] in (2, 3)
+    assert all(lives[one] in (1, 2) for one in (R0, TRAINER)), lives
+    often = {key: times for key, times in changes(site).items() if times > 1}
+    assert not often, "said more than once"
+
+
+def _node(site: Site, tag: str) -> NodeName:
+    actions = (one.event.action for one in site.records if isinstance(one.event, ev.Intended))
+    return next(action.node for action in actions if isinstance(action, Launch) and action.step == tag)
+
+
+def _die_over(before: bool, numbers: Iterable[int]) -> None:
+    records = unharmed()
+    for kill_at in numbers:
+
+        def doomed(site: Site, at: int = kill_at) -> None:
+            prepared(site)
+            site.kill_at, site.before = at, before
+
+        try:
+            site, outcome, state = lived(STORY, doomed)
+            assert site.managers == 2
+            assert_ended_well(site, outcome, state)
+        except BaseException as error:
+            error.add_note(f"killed {'before' if before else 'after'} record {kill_at}: {records[kill_at - 1]}")
+            raise
+
+
+def _told() -> list[int]:
+    """Numbers of the records of what was found, and those next to them."""
+    numbers = [number for number, one in enumerate(unharmed(), 1) if isinstance(one.event, ev.FindingChanged)]
+    return sorted({near for number in numbers for near in (number, number + 1) if near <= len(unharmed())})
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_manager_that_dies_over_what_agents_find_changes_nothing_about_the_end(before: bool) -> None:
+    _die_over(before, sorted({*_told(), *range(1 + before, len(unharmed()) + 1, SPARSE)}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_manager_that_dies_over_any_record_of_it_changes_nothing_about_the_end(before: bool) -> None:
+    _die_over(before, range(1, len(unharmed()) + 1))
+
+
+def test_a_run_whose_only_node_is_broken_ends_and_says_so() -> None:
+    def poor(site: Site) -> None:
+        site.free = [N2]
+        prepared(site)
+
+    alone = msgspec.structs.replace(commands(command("x"), limits=LIMITS), cluster="slurm")
+    _, outcome, state = lived(Script(Outcome.FAILED, granted=1, job=alone), poor)
+    assert outcome is Outcome.FAILED
+    assert state.why == "not enough nodes; x/0 has no node; n2 is excluded: gpu_lost: nvml: it is broken"
+
+
+@pytest.mark.parametrize("proof", [True, False])
+def test_a_rule_by_which_every_node_is_bad_does_not_end_the_run_and_is_named_once(proof: bool) -> None:
+    def wrong(site: Site) -> None:
+        site.finds(*(ill(node, "gpu_count", proof=proof) for node in site.free))
+
+    plain = msgspec.structs.replace(job(spares=0, limits=LIMITS), cluster="slurm")
+    site, outcome, state = lived(Script(Outcome.COMPLETED, granted=1, job=plain), wrong)
+    assert (outcome, len(site.granted)) == (Outcome.COMPLETED, 1)
+    assert not [name for name, node in state.nodes.items() if node.excluded is not None]
+    shared = state.findings["correlated:run:gpu:gpu_count"]
+    assert "so that a driver or a site's rule is wrong" in shared.evidence[0].text
+
+
+def test_what_many_find_at_once_condemns_none_of_them_whoever_manages() -> None:
+    site, _, state = lived(TOGETHER)
+    assert not [name for name, node in state.nodes.items() if node.excluded is not None]
+    told = [number for number, one in enumerate(site.records, 1) if isinstance(one.event, ev.FindingChanged)]
+    assert changes(site)["correlated:run:gpu:gpu_ecc", "WARN"] == 1
+    for kill_at in range(told[0] + 1, len(site.records), SPARSE):
+        again, outcome, state = lived(TOGETHER, lambda site, at=kill_at: setattr(site, "kill_at", at))  # type: ignore[misc]
+        left = [name for name, node in state.nodes.items() if node.excluded is not None]
+        first = kill_at < told[-1]  # it died between the first one's word and the others'
+        assert (outcome, again.managers, len(left) <= first) == (Outcome.COMPLETED, 2, True), (kill_at, left)

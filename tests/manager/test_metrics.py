@@ -1,0 +1,352 @@
+"""What a manager tells Prometheus, and that alerts and dashboard ask for nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rrl.health.history_cache import HistoryCache
+from rrl.health.report import report
+from rrl.manager import events as ev
+from rrl.manager import metrics_server
+from rrl.manager.actions import Drain, Exclude, Fence, Rung, Why
+from rrl.manager.fold import fold
+from rrl.manager.metrics import MOST_FINDINGS, Facts, samples
+from rrl.manager.metrics_server import AT_ONCE, MetricsServer
+from rrl.manager.tally import Tally
+from rrl.spec.rundir import RunDir
+from rrl.spec.words import Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict
+from rrl.tests.cli.story import BEGAN, Story
+from rrl.tests.lab.runs import light_job, lives, submit_here
+from rrl.tests.manager.test_history_keeper import eventually, wide
+
+DOCS = Path(__file__).parents[2] / "docs"
+N3 = NodeName("n3")
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def tallied(story: Story) -> Tally:
+    tally, state = Tally(None, BEGAN), None
+    for stamped in story.stamped:
+        before, state = state, fold(state, stamped)
+        tally.enter(before, state, stamped)
+    return tally
+
+
+def series(story: Story, facts: Facts | None = None, tally: Tally | None = None) -> Series:
+    told = samples(story.told(), tally or tallied(story), facts or Facts(story.now))
+    return {(one.name, frozenset(one.labels.items())): one.value for family in told for one in family.samples}
+
+
+def value(found: Series, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+def works() -> Story:
+    return Story("small", wide()).works()
+
+
+def finding(node: str, detector: str = "xid", verdict: Verdict = Verdict.FAIL) -> Finding:
+    said = (Evidence("kernel", "Xid 48", BEGAN),)
+    return Finding(detector, verdict, Cause.GPU, Remedy.RESET_GPU, BEGAN, said, node=NodeName(node))
+
+
+# ── what is told ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_run_at_work_tells_its_state_its_roles_and_its_steps() -> None:
+    found = series(works(), Facts(BEGAN + 50, tokens=4096))
+    assert value(found, "rrl_run_info", run="small", job="small", cluster="slurm") == 1
+    assert value(found, "rrl_run_state", state="running") == 1
+    assert value(found, "rrl_run_state", state="completed") == 0
+    assert value(found, "rrl_replicas", role="rollout", status="joined") == 2
+    assert value(found, "rrl_replicas_wanted", role="rollout") == 2
+    assert value(found, "rrl_nodes", state="up") == 5
+    assert (value(found, "rrl_steps_completed"), value(found, "rrl_steps_total")) == (12, 12)
+    assert value(found, "rrl_tokens_generated_total") == 4096
+
+
+@pytest.mark.parametrize(
+    ("story", "state"),
+    [(Story("small", wide()), "waiting"), (works(), "running"), (works().ends(Outcome.FAILED, "x"), "failed")],
+)
+def test_the_state_is_exactly_one(story: Story, state: str) -> None:
+    told = {dict(labels)["state"]: value for (name, labels), value in series(story).items() if name == "rrl_run_state"}
+    assert [name for name, set in told.items() if set] == [state]
+
+
+def test_a_restart_is_counted_by_role_and_rung() -> None:
+    found = series(works().wait(5).recovers("rollout/0").recovers("rollout/0"))
+    assert value(found, "rrl_restarts_total", role="rollout", rung="restart in place") == 2
+
+
+def test_what_stands_against_a_node_is_told_until_it_is_over() -> None:
+    story = works().tell(ev.FindingChanged(finding("n3")))
+    found = series(story)
+    assert value(found, "rrl_findings", verdict="FAIL", detector="xid", node="n3") == 1
+    assert value(found, "rrl_failures_found_total", detector="xid", cause="gpu") == 1
+    story.tell(ev.FindingChanged(finding("n3")), ev.FindingChanged(finding("n3", verdict=Verdict.OK)))
+    found = series(story)
+    assert not any(name == "rrl_findings" for name, _ in found)
+    assert value(found, "rrl_failures_found_total", detector="xid", cause="gpu") == 1
+
+
+def test_a_finding_about_a_replica_is_told_where_it_is() -> None:
+    story = works()
+    story.loses("rollout/0")
+    assert value(series(story), "rrl_findings", verdict="FAIL", detector="exit_record", node="n3") == 1
+
+
+def test_gpu_time_is_lost_while_a_replica_stands_still() -> None:
+    story = works()
+    story.loses("rollout/0")
+    story.fences("rollout/0")
+    tally = tallied(story)
+    found = series(story, Facts(story.now + 100), tally)
+    assert value(found, "rrl_gpu_seconds_lost_total") == 400
+    assert value(found, "rrl_replicas_down", role="rollout") == 1
+
+
+def test_excluded_nodes_and_drains_that_are_asked_for_are_told() -> None:
+    why = Why(("xid",))
+    drain = Drain(N3, "rrl:small:gpu", why)
+    story = works().tell(ev.Decided(Exclude(N3, why, Cause.GPU)), ev.Intended(drain), ev.Done(drain.tag, False, "no"))
+    found = series(story)
+    assert value(found, "rrl_nodes", state="excluded") == 1
+    assert value(found, "rrl_drain_requests") == 1
+    assert value(found, "rrl_exclusions_total", cause="gpu") == 1
+
+
+def test_the_effective_share_is_that_of_who_works() -> None:
+    story = works()  # at work for 36 s of 43: until then everybody starts
+    at_work = series(story, Facts(story.now + 57))
+    assert value(at_work, "rrl_managed_seconds_total") == pytest.approx(100)
+    assert value(at_work, "rrl_effective_seconds_total") == pytest.approx(93)
+    story.tell(ev.Decided(Fence(story.life("trainer/0"), Rung.IN_PLACE, Why(()))))
+    without = series(story, Facts(story.now + 30))
+    assert value(without, "rrl_effective_seconds_total") == pytest.approx(36 + 30 * 2 / 3)
+
+
+def test_a_manager_that_takes_over_counts_who_works_already() -> None:
+    story = works()
+    tally = Tally(story.told(), story.now)
+    assert tally.effective(story.now + 10) == 10
+
+
+def test_a_thousand_findings_make_not_a_thousand_series() -> None:
+    story = works()
+    for i in range(MOST_FINDINGS + 300):
+        story.tell(ev.FindingChanged(finding(f"n{i}")))
+    told = {labels: value for (name, labels), value in series(story).items() if name == "rrl_findings"}
+    assert len(told) == MOST_FINDINGS + 1
+    assert sum(told.values()) == MOST_FINDINGS + 300
+
+
+def test_names_are_as_prometheus_wants_them() -> None:
+    for family in samples(works().told(), tallied(works()), Facts(BEGAN)):
+        assert re.fullmatch(r"rrl_[a-z_]+[a-z]", family.name)
+        assert family.documentation.endswith(".")
+        assert not family.name.endswith("_total")  # the library adds it to counters
+        for one in family.samples:
+            assert one.name.endswith("_total") == (family.type == "counter")
+
+
+# ── alerts and dashboard ─────────────────────────────────────────────────────────────────────────────────────────────
+def known() -> set[str]:
+    story = works().tell(ev.FindingChanged(finding("n3")), ev.Decided(Exclude(N3, Why(()), Cause.GPU)))
+    story.wait(1).recovers("rollout/0")
+    return {name for name, _ in series(story)}
+
+
+def asked(expr: str) -> set[str]:
+    return set(re.findall(r"\brrl_[a-z_]+", expr))
+
+
+def balanced(expr: str) -> bool:
+    text = re.sub(r'"[^"]*"', "", expr)
+    return all(text.count(a) == text.count(b) for a, b in ("()", "[]", "{}"))
+
+
+def test_every_alert_is_whole_and_asks_for_metrics_that_exist() -> None:
+    groups = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 8
+    for rule in rules:
+        assert set(rule) - {"for"} == {"alert", "expr", "labels", "annotations"}
+        assert asked(rule["expr"])
+        assert asked(rule["expr"]) <= known(), rule["alert"]
+        assert balanced(rule["expr"])
+        assert rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        assert re.fullmatch(r"\d+[smhd]", rule.get("for", "1m"))
+
+
+def expressions(board: Any) -> Iterator[str]:
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+    yield from (one["query"]["query"] for one in board["templating"]["list"] if isinstance(one["query"], dict))
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    board = json.loads((DOCS / "grafana.json").read_text())
+    shown = {name for expr in expressions(board) for name in asked(expr)}
+    assert shown <= known()
+    assert known() - shown == {"rrl_run_start_time_seconds", "rrl_replicas_wanted"}
+    assert all(balanced(expr) for expr in expressions(board))
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+# ── served ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "runs" / "small")
+    made.create()
+    return made
+
+
+def scrape(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    families = text_string_to_metric_families(text)
+    return {one.name: one.value for family in families for one in family.samples if not one.labels}
+
+
+def test_metrics_are_served_at_a_free_port_whose_address_is_written_down(run: RunDir) -> None:
+    story = works()
+    server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.told(), tallied(story), Facts(story.now)))
+    eventually(run.metrics.exists)
+    address = run.metrics.read_text().strip()
+    assert scrape(address)["rrl_steps_completed"] == 12
+    server.close()
+    assert not run.metrics.exists()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=60)
+
+
+def test_clients_that_say_nothing_take_a_few_threads_for_a_while(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "WITHIN", 2.0)
+    story = works()
+    server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.told(), tallied(story), Facts(story.now)))
+    eventually(run.metrics.exists)
+    host, _, port = run.metrics.read_text().strip().rpartition(":")
+    before = threading.active_count()
+    slow = [socket.create_connection((host, int(port)), 60) for _ in range(5 * AT_ONCE)]
+    for line in slow:
+        with contextlib.suppress(OSError):  # hung up on already
+            line.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+    for line in slow[AT_ONCE:]:
+        with contextlib.suppress(ConnectionError):
+            assert line.recv(1) == b""  # hung up on at once
+    assert threading.active_count() - before <= 2 * AT_ONCE  # each has a clock
+    for line in slow[:AT_ONCE]:
+        while True:  # a byte now and then keeps nobody
+            try:
+                line.sendall(b"x")
+                line.settimeout(0.1)
+                if not line.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+    eventually(lambda: threading.active_count() <= before)
+    assert scrape(f"{host}:{port}")["rrl_steps_completed"] == 12
+    for line in slow:
+        line.close()
+    server.close()
+
+
+def test_who_asks_without_a_pause_makes_no_more_work(run: RunDir) -> None:
+    story, made = works(), []
+
+    def collect() -> Iterator[Any]:
+        made.append(1)
+        yield from samples(story.told(), tallied(story), Facts(story.now))
+
+    server = MetricsServer(run, "127.0.0.1:0", collect)
+    eventually(run.metrics.exists)
+    since = time.monotonic()
+    for _ in range(50):
+        scrape(run.metrics.read_text().strip())
+    assert len(made) <= 1 + (time.monotonic() - since) / metrics_server.FRESH
+    server.close()
+
+
+def test_what_others_call_their_things_stays_within_its_label() -> None:
+    story = works()
+    name = 'x"} 1\nrrl_steps_completed 99\n#'
+    said = (Evidence("kernel", "x", BEGAN),)
+    odd = Finding(name, Verdict.FAIL, Cause.GPU, Remedy.REBOOT, BEGAN, said, node=NodeName("n3"))
+    story.tell(ev.FindingChanged(odd))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(metrics_server._Now(lambda: samples(story.told(), tallied(story), Facts(story.now))))
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    (one,) = (found for family in families if family.name == "rrl_findings" for found in family.samples)
+    assert one.labels["detector"] == name
+    assert [found.value for family in families if family.name == "rrl_steps_completed" for found in family.samples] == [
+        12.0
+    ]
+
+
+@pytest.mark.parametrize("address", ["taken", "no.such.host.invalid:0", "127.0.0.1:99999"])
+def test_an_address_that_cannot_be_had_is_said_and_costs_nothing(
+    run: RunDir, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = f"127.0.0.1:{other.getsockname()[1]}" if address == "taken" else address
+        server = MetricsServer(run, at, list)
+        eventually(lambda: not any(one.name == "metrics" for one in threading.enumerate()))
+        server.close()
+    assert capsys.readouterr().err.count("metrics are not served") == 1
+
+
+def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    history.mkdir()
+    extra = f'[health]\nmetrics = "127.0.0.1:0"\nhistory = "{history}"'
+    under_test = submit_here(tmp_path, light_job("local", 20, extra=extra))
+    before = lives(under_test.wait_steps(3))
+    address = under_test.run.metrics.read_text().strip()
+    found = scrape(address)
+    assert found["rrl_steps_completed"] >= 3
+    assert found["rrl_steps_wanted"] == 20
+    assert found["rrl_manager_epoch"] == 1
+    assert 0 < found["rrl_effective_seconds_total"] <= found["rrl_managed_seconds_total"]
+    assert found["rrl_history_lines_lost_total"] == 0
+    victim, pid = ReplicaId("rollout/1"), before[ReplicaId("rollout/1")][1]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    under_test.wait_back_alone(before, victim)
+    state = under_test.wait_end()
+    assert state.outcome == "completed", state.why
+    under_test.wait_gone()
+    assert not under_test.run.metrics.exists()
+    (file,) = history.glob("*/*.jsonl")
+    kinds = [msgspec.json.decode(text)["kind"] for text in file.read_bytes().splitlines()]
+    assert (kinds[0], kinds[-1]) == ("began", "over")
+    assert {"held", "found", "failed", "mended"} <= set(kinds)
+    cache = HistoryCache([history], tmp_path / "cache.sqlite")
+    assert cache.refresh().skipped == 0
+    site = report(cache.told(0.0), 0.0, state.at).site
+    cache.close()
+    assert (site.failures, site.other_failures) == (0, 1)  # a process that was killed says nothing of its node
+    assert [(one.owner, one.cause) for one in site.causes] == [("software", "process")]
+
+

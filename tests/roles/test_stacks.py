@@ -1,0 +1,179 @@
+"""What the agent learns of the processes of a step: real processes, the real py-spy, and stand-ins that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from rrl.health.stacks import group, main_thread, parse, told
+from rrl.roles import stacks
+from rrl.roles.stacks import MOST_BYTES, MOST_PROCESSES, take
+from rrl.spec.launch import LAUNCH_ENV
+from rrl.spec.processes import STEP_ENV, STEP_MODULE
+from rrl.spec.words import Life, ReplicaId
+from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.roles.test_agent import node
+from rrl.transport.messages import Stacks, TakeStacks
+from rrl.transport.wire import TO_MANAGER, frame
+
+AGENT = Life(ReplicaId("agent/n1"), 1)
+SUSPECT = Life(ReplicaId("rollout/1"), 3)
+WEDGED = """
+import sys, threading
+def wedged_here():
+    print("here", flush=True)
+    threading.Event().wait()
+def roll():
+    wedged_here()
+roll()
+"""
+READS_AND_WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
+
+
+@contextmanager
+def process(tmp_path: Path, *argv: str, code: str = "", cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """One of the step ``rollout``, which has said that it is there."""
+    env = {"PATH": os.defpath, LAUNCH_ENV: str(launch_file(tmp_path)), STEP_ENV: "1.1"}
+    command = list(argv) or [sys.executable, "-c", code]
+    child = subprocess.Popen(command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "here\n"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def launch_file(tmp_path: Path) -> Path:
+    return tmp_path / "steps" / "rollout.launch"
+
+
+def taken(tmp_path: Path, py_spy: str = "") -> Stacks:
+    order = TakeStacks(SUSPECT, "rollout", 5)
+    return asyncio.run(take(str(launch_file(tmp_path)), AGENT, order, py_spy))
+
+
+def stand_in(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "py-spy"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_dump_of_a_wedged_process_names_the_place(tmp_path: Path) -> None:
+    with process(tmp_path, code=WEDGED) as child:
+        answer = taken(tmp_path)
+        assert (answer.life, answer.of, answer.id, answer.error) == (AGENT, SUSPECT, 5, "")
+        assert list(answer.dumps) == [child.pid]
+        assert child.poll() is None, "it was not harmed"
+    main = main_thread(answer.dumps[child.pid])
+    assert main is not None
+    names = [frame.function for frame in main.frames]
+    assert names[-3:] == ["wedged_here", "roll", "<module>"]
+    assert "wedged_here (<string>:5)" in told(group({SUSPECT: answer.dumps}))[0]
+
+
+def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path) -> None:
+    with process(tmp_path, code=WEDGED) as child:
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        answer = taken(tmp_path)
+        assert Path(f"/proc/{child.pid}/stat").read_text().split()[2] == "T"
+    assert "wedged_here" in answer.dumps[child.pid]
+
+
+def test_only_commands_of_that_step_are_looked_into_and_not_its_first_process(tmp_path: Path) -> None:
+    (tmp_path / STEP_MODULE).write_text("echo here; read forever\n")
+    first = ("sh", "-m", STEP_MODULE, str(launch_file(tmp_path)))  # the words by which a first process is known
+    with (
+        process(tmp_path, *first, cwd=tmp_path),
+        process(tmp_path, code=WEDGED) as ours,
+        process(tmp_path, code=READS_AND_WAITS) as also_ours,
+        process(tmp_path / "other", code=WEDGED),
+    ):
+        assert set(taken(tmp_path).dumps) == {ours.pid, also_ours.pid}
+
+
+def test_a_step_without_python_is_told_by_what_the_kernel_says(tmp_path: Path) -> None:
+    with process(tmp_path, "/bin/sh", "-c", "echo here; read forever") as child:
+        answer = taken(tmp_path)
+    dump = answer.dumps[child.pid]
+    assert "no Python stack: it is not Python" in dump
+    assert parse(dump)[0].state == "S"
+
+
+def test_a_step_of_which_nothing_is_left_gives_the_reason(tmp_path: Path) -> None:
+    assert taken(tmp_path) == Stacks(AGENT, SUSPECT, 5, error="no process of it is left")
+
+
+def test_a_py_spy_that_is_not_permitted_is_explained_and_the_kernel_asked(tmp_path: Path) -> None:
+    denied = stand_in(tmp_path, "echo 'Error: Permission Denied: Try running again with sudo' >&2; exit 1")
+    with process(tmp_path, code=WEDGED) as child:
+        dump = taken(tmp_path, denied).dumps[child.pid]
+    assert "py-spy may not look into it (ptrace" in dump
+    assert parse(dump)[0].frames[0].function == "kernel"
+
+
+def test_a_py_spy_that_hangs_is_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "EACH", 0.3)
+    hangs = stand_in(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
+    with process(tmp_path, code=WEDGED) as child:
+        began = time.monotonic()
+        dump = taken(tmp_path, hangs).dumps[child.pid]
+    assert time.monotonic() - began < 10
+    assert "py-spy did not finish within 0.3 s" in dump
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def test_a_missing_py_spy_is_said(tmp_path: Path) -> None:
+    with process(tmp_path, code=WEDGED) as child:
+        assert "no Python stack: py-spy: " in taken(tmp_path, str(tmp_path / "nowhere")).dumps[child.pid]
+
+
+def test_a_huge_dump_is_cut(tmp_path: Path) -> None:
+    huge = stand_in(tmp_path, "echo 'Thread 1 (idle): \"MainThread\"'; exec head -c 5000000 /dev/zero")
+    with process(tmp_path, code=WEDGED) as child:
+        assert len(taken(tmp_path, huge).dumps[child.pid]) == MOST_BYTES
+
+
+def test_of_many_processes_the_biggest_are_looked_into(tmp_path: Path) -> None:
+    code = f"grown = bytearray(b'x') * 2**26\n{READS_AND_WAITS}"
+    quick = stand_in(tmp_path, "echo Thread 1")
+    with ExitStack() as step:
+        big = step.enter_context(process(tmp_path, code=code))
+        for _ in range(MOST_PROCESSES):
+            step.enter_context(process(tmp_path, code=READS_AND_WAITS))
+        dumps = taken(tmp_path, quick).dumps
+    assert len(dumps) == MOST_PROCESSES
+    assert big.pid in dumps
+
+
+def test_the_largest_answer_fits_into_one_message_to_the_manager() -> None:
+    dumps = dict.fromkeys(range(MOST_PROCESSES), "x" * MOST_BYTES)
+    assert len(frame(1, None, Stacks(AGENT, SUSPECT, 5, dumps))) < TO_MANAGER.frame
+
+
+def test_an_agent_answers_for_a_step_of_its_node_and_beats_meanwhile(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at) as here:
+            suspect, command = await here.step(sys.executable, "-c", WEDGED)
+            await here.sees(suspect)
+            await eventually(lambda: "here" in at.run.log_file(suspect.tag).read_text(), "the wedged process")
+            await here.manager.tell(here.launch.life, TakeStacks(suspect.life, suspect.tag, 9))
+            answer = await here.manager.hears(Stacks)
+            assert (answer.life, answer.of, answer.id) == (here.launch.life, suspect.life, 9)
+            assert "wedged_here" in answer.dumps[command.pid]
+            await here.sees(suspect)
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))

@@ -1,0 +1,98 @@
+"""Whole runs on nodes with GPUs of a stand-in driver: one that fails costs its node, and nobody else anything; one that
+is broken from the start is never used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Exclude, Launch
+from rrl.spec.words import AGENT, Cause, NodeName, ReplicaId, Verdict, role_of
+from rrl.tests.lab.nvml.driver import FakeDriver
+from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
+
+VICTIM = ReplicaId("rollout/1")
+AS_PYTHON = """#!/bin/sh
+# Each virtual node has GPUs of its own: its agent, which is told so by its launch file, finds that node's driver.
+for word; do
+    case "$word" in
+    */*.agent-*.launch)
+        node="${{word##*.agent-}}"
+        export RRL_FAKE_NVML="{drivers}/${{node%%.*}}/fake_nvml.state" LD_LIBRARY_PATH="{library}" RRL_READERS=nvml
+        ;;
+    esac
+done
+exec "{python}" "$@"
+"""
+
+
+class Gpus:
+    """Two in each of so many virtual nodes."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.of: dict[NodeName, FakeDriver] = {}
+        for i in range(1, nodes + 1):
+            (home := folder / "drivers" / f"local{i}").mkdir(parents=True)
+            self.of[NodeName(f"local{i}")] = FakeDriver(home).gpus(2)
+        self.python = folder / "python"
+        library = self.of[NodeName("local1")].env()["LD_LIBRARY_PATH"]
+        self.python.write_text(AS_PYTHON.format(drivers=folder / "drivers", library=library, python=sys.executable))
+        self.python.chmod(0o755)
+
+    def job(self, steps: int, extra: str = "") -> str:
+        return light_job("local", steps, extra=f'[env]\npython = "{self.python}"\n{extra}')
+
+
+def _excluded(run: TestRun) -> Iterator[Exclude]:
+    for stamped in run.events():
+        if isinstance(stamped.event, ev.Decided) and isinstance(stamped.event.action, Exclude):
+            yield stamped.event.action
+
+
+def _placed(run: TestRun) -> set[NodeName]:
+    """Nodes on which a role was ever started."""
+    launches = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
+    return {one.node for one in launches if isinstance(one, Launch) and role_of(one.life.replica) != AGENT}
+
+
+def _ends_well(run: TestRun) -> None:
+    state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", state.job.steps), state.why
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def test_a_gpu_that_falls_off_its_bus_costs_its_node_and_its_role_alone_moves(tmp_path: Path) -> None:
+    gpus = Gpus(tmp_path, nodes=6)
+    run = submit_here(tmp_path, gpus.job(60))
+    before = lives(run.wait_steps(3))
+    node = before[VICTIM][2]
+    assert node is not None
+    gpus.of[NodeName(node)].xid(1, 79)
+    run.wait_back_alone(before, VICTIM, ReplicaId(f"{AGENT}/{node}"))
+    _ends_well(run)
+    (exclude,) = _excluded(run)
+    assert (exclude.node, exclude.cause, exclude.proof) == (node, Cause.GPU, True)
+    assert "79" in exclude.why.evidence[0]
+    lost = [s.event.finding for s in run.events() if isinstance(s.event, ev.FindingChanged)]
+    assert not [one for one in lost if one.detector == "node_lost"], "it is silent because it was left"
+    assert [(r["replica"], r["rung"]) for r in run.summary()["recoveries"]] == [(VICTIM, "spare node")]
+
+
+def test_a_spare_that_is_broken_from_the_start_is_never_used(tmp_path: Path) -> None:
+    gpus = Gpus(tmp_path, nodes=8)
+    broken = NodeName("local5")
+    gpus.of[broken].set(0, "ecc_volatile_uncorrected", 1)
+    run = submit_here(tmp_path, gpus.job(60, extra="[recovery]\nbreaker = 1.0\n"))
+    state = run.wait(lambda state: broken in state.nodes and state.nodes[broken].excluded is not None)
+    assert any(one.node == broken and one.verdict is Verdict.FAIL for one in state.findings.values())
+    before = lives(run.wait_steps(3))
+    node = before[VICTIM][2]
+    assert node is not None
+    gpus.of[NodeName(node)].lose(0)
+    run.wait_back_alone(before, VICTIM, *(ReplicaId(f"{AGENT}/{name}") for name in gpus.of))
+    _ends_well(run)
+    assert {one.node for one in _excluded(run)} == {broken, node}
+    assert broken not in _placed(run)
