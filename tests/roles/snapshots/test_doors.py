@@ -30,9 +30,10 @@ from rrl.transport.local import LocalListener, UnixLine, abstract, dial_local
 from rrl.transport.weights.pipe import Line, PipeError, shake_hands
 from rrl.transport.weights.tcp import dial
 
-STRANGERS = 300
-BOUND = 140
-"""descriptors that strangers may take: the limit of 128, and some on their way"""
+STRANGERS = 400
+BOUND = 200
+"""descriptors that strangers may take: the limit of 128, and on their way out the 16 that are accepted at once, those of
+some rounds of the keeper's loop"""
 
 
 @pytest.fixture
