@@ -32,8 +32,8 @@ from rrl.transport.weights.tcp import dial
 
 STRANGERS = 400
 BOUND = 200
-"""descriptors that strangers may take: the limit of 128, and on their way out the 16 that are accepted at once, those of
-some rounds of the keeper's loop"""
+"""descriptors that strangers may take: the limit of 128, and on their way out those of some rounds of the keeper's loop,
+which accepts 16 at once"""
 
 
 @pytest.fixture
