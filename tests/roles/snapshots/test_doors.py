@@ -32,8 +32,8 @@ from rrl.transport.weights.tcp import dial
 
 STRANGERS = 400
 BOUND = 200
-"""descriptors that strangers may take: the limit of 128, and on their way out those of some rounds of the keeper's loop,
-which accepts 16 at once"""
+"""descriptors that strangers may take: the limit of 128, and on their way out those of some rounds of the keeper's
+loop, which accepts 16 at once"""
 
 
 @pytest.fixture
