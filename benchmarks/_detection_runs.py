@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -14,6 +15,8 @@ from rrl.tests.lab.scenarios.load import load_all
 from rrl.tests.lab.scenarios.methods import judge_of
 from rrl.tests.lab.scenarios.play import Played, play
 
+_TELL = 1000
+"""plays after which is said how far it is"""
 _loaded: dict[str, Scenario] = {}
 """of this worker process"""
 
@@ -26,10 +29,15 @@ class Run(Struct, frozen=True):
 
 
 def played(folder: Path, runs: Iterable[Run]) -> dict[Run, Played]:
-    """Raises whatever a judge raises, and ScenarioError."""
+    """Says on stderr how far it is. Raises whatever a judge raises, and ScenarioError."""
     todo: Sequence[Run] = list(runs)
+    done: dict[Run, Played] = {}
     with ProcessPoolExecutor(os.cpu_count(), initializer=_load, initargs=(folder,)) as pool:
-        return dict(zip(todo, pool.map(_play, todo, chunksize=8), strict=True))
+        for run, play in zip(todo, pool.map(_play, todo, chunksize=8), strict=True):
+            done[run] = play
+            if len(done) % _TELL == 0:
+                print(f"{len(done)} of {len(todo)} plays", file=sys.stderr, flush=True)
+    return done
 
 
 def _load(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rrl.health.readers.nvml import NvmlReader
 from rrl.health.readers.nvml_table import MEDIUM_EVERY, SLOW_EVERY
 from rrl.health.readings import Gpu, GpuProcess, NvLink
 from rrl.tests.health.readers.nvml_reading import read_in_child
-from rrl.tests.lab.nvml.driver import STATE_ENV, FakeDriver, Value
+from rrl.tests.lab.nvml.driver import FakeDriver, Value
 
 VALUES: dict[str, Value] = {
     "recovery_action": "drain_and_reset", "ecc_volatile_corrected": 11, "ecc_volatile_uncorrected": 12,
@@ -31,21 +30,6 @@ VALUES: dict[str, Value] = {
     "mig": True, "uuid": "GPU-1", "name": "NVIDIA H100", "serial": "123", "vbios": "96.00",
 }  # fmt: skip
 """of one GPU, no two alike where it matters"""
-
-
-@pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    driver = FakeDriver(tmp_path).gpus(2)
-    driver.load()
-    monkeypatch.setenv(STATE_ENV, str(driver.state))
-    return driver
-
-
-@pytest.fixture
-def reader(driver: FakeDriver) -> Iterator[NvmlReader]:
-    reader = NvmlReader(ReaderOptions())
-    yield reader
-    reader.close()
 
 
 def after(reader: NvmlReader, reads: int) -> Gpu:

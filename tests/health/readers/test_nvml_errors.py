@@ -5,8 +5,6 @@ from __future__ import annotations
 import select
 import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pynvml
 import pytest
@@ -22,21 +20,6 @@ ERRORS = {name: getattr(pynvml, name) for name in sorted(dir(pynvml)) if name.st
 CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})
 """but those without which there is nothing to tell"""
 FIELDS = [f"field:{number}" for number in (3, 4, 5, 6, 29, 30, 31, 82, 91, 94, 142, 143, 144, 145, 161, 162, 163, 230)]
-
-
-@pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    driver = FakeDriver(tmp_path).gpus(2)
-    driver.load()
-    monkeypatch.setenv(STATE_ENV, str(driver.state))
-    return driver
-
-
-@pytest.fixture
-def reader(driver: FakeDriver) -> Iterator[NvmlReader]:
-    reader = NvmlReader(ReaderOptions())
-    yield reader
-    reader.close()
 
 
 def read_anew() -> tuple[Gpu, ...]:
