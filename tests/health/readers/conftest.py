@@ -1,0 +1,27 @@
+"""A stand-in driver that is loaded, and the NVML reader over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.health.readers import ReaderOptions
+from rrl.health.readers.nvml import NvmlReader
+from rrl.tests.lab.nvml.driver import STATE_ENV, FakeDriver
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver(tmp_path).gpus(2)
+    driver.load()
+    monkeypatch.setenv(STATE_ENV, str(driver.state))
+    return driver
+
+
+@pytest.fixture
+def reader(driver: FakeDriver) -> Iterator[NvmlReader]:
+    reader = NvmlReader(ReaderOptions())
+    yield reader
+    reader.close()
