@@ -381,10 +381,10 @@ def test_storage_that_hangs_holds_nobody_up(
     for i in range(100):
         story.tell(ev.Decided(Exclude(NodeName(f"x{i}"), Why(()), by="anna")))
     kept = keeper(tmp_path, story)
-    began = time.monotonic()
     tell(kept, story)
     kept.close()
-    assert time.monotonic() - began < 20
+    assert kept._thread is not None
+    assert kept._thread.is_alive()  # it hangs there still
     assert kept.lost >= 80
     assert capsys.readouterr().err.count("lines are lost") == 1
     back.set()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -128,9 +127,7 @@ def test_a_py_spy_that_hangs_is_ended_in_time(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(stacks, "EACH", 0.3)
     hangs = stand_in(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     with process(tmp_path, code=WEDGED) as child:
-        began = time.monotonic()
         dump = taken(tmp_path, hangs).dumps[child.pid]
-    assert time.monotonic() - began < 10
     assert "py-spy did not finish within 0.3 s" in dump
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
@@ -168,7 +165,7 @@ def test_an_agent_answers_for_a_step_of_its_node_and_beats_meanwhile(tmp_path: P
         async with node(at) as here:
             suspect, command = await here.step(sys.executable, "-c", WEDGED)
             await here.sees(suspect)
-            await eventually(lambda: "here" in at.run.log_file(suspect.tag).read_text(), "the wedged process")
+            await eventually(lambda: "here" in at.log(suspect), "the wedged process")
             await here.manager.tell(here.launch.life, TakeStacks(suspect.life, suspect.tag, 9))
             answer = await here.manager.hears(Stacks)
             assert (answer.life, answer.of, answer.id) == (here.launch.life, suspect.life, 9)
