@@ -47,7 +47,7 @@ demo-slurm: slurm
 test: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slurm and not long and not vllm'
-	$(BIN)/python -m pytest -m 'slurm and not long'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'slurm and not long'
 
 # The tests that need vLLM, on CPU.
 test-vllm: setup-vllm

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrl.tests.lab import harm, slurm_accounting, slurm_root
+from rrl.tests.lab.plain_user import plain_user
 from rrl.tests.lab.slurm import SlurmLab, missing
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
@@ -19,7 +20,14 @@ _HARMS = ("crash", "up", "cut", "heal", "delay", "outage")
 
 
 def install(accounting: bool = False) -> str:
-    """Install Debian's packages where something is missing (root only). Raises RuntimeError with what to do instead."""
+    """Install Debian's packages where something is missing (root only), and make the labs' plain user: two labs that
+    start at once would both make it. Raises RuntimeError with what to do instead."""
+    told = _install_packages(accounting)
+    plain_user()
+    return told
+
+
+def _install_packages(accounting: bool) -> str:
     packages = PACKAGES + (slurm_accounting.PACKAGES if accounting else ())
     absent = missing(accounting=accounting) + ([] if shutil.which("ip") else ["ip"])
     if not absent:

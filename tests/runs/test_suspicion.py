@@ -21,7 +21,6 @@ WEDGED = Life(VICTIM, 1)
 IMPATIENT = 'suspect = "3s"\nprobe = "3s"\nfirst_pass = "20s"\nstep_grace = "30s"\n'
 
 
-
 @pytest.mark.torch
 def test_a_wedged_engine_is_suspected_probed_looked_into_and_restarted_and_nobody_else_is(tmp_path: Path) -> None:
     toml = QUICKSTART.read_text().replace("steps = 300", "steps = 4000")
