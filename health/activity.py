@@ -43,25 +43,35 @@ class Activity:
     """by the newest load, a kernel ran"""
     hosts: bool = False
     """by the newest load, its GPU idled and its CPU did not"""
+    runs: bool = False
+    """by the newest load, its CPU worked, as that of a stopped process does not, whatever keeps its GPU"""
+    kernels_seen: bool = False
+    """a kernel has run before"""
     tensor_seen: bool = False
     """its tensor cores have worked before: without that their silence says nothing"""
     tensor_at: float | None = None
     """of the newest load that says that they worked"""
 
-    def add(self, cpu: float, gpu: float | None, now: float, tensor: float | None = None) -> None:
+    def add(
+        self, cpu: float, gpu: float | None, now: float, tensor: float | None = None, must_show: bool = False
+    ) -> None:
         """A load: cores taken, the share of the time (0 to 1) in which a kernel ran and in which tensor cores worked,
-        both None where nobody can say; all since the load before."""
+        both None where nobody can say; all since the load before. ``must_show``: its work is known to need tensor
+        cores, though its own were not seen at work yet."""
         if self.at is None or now - self.at > GAP:
             self.rest()
         since = now if self.at is None else self.at
         idle = cpu < IDLE_CPU and (gpu is None or gpu < IDLE_GPU)
-        spins = gpu is not None and gpu >= SPIN_GPU and tensor is not None and tensor < SPIN_TENSOR and self.tensor_seen
+        kept = gpu is not None and gpu >= SPIN_GPU and tensor is not None and tensor < SPIN_TENSOR
+        spins = kept and (self.tensor_seen or must_show)
         self.idle_since, self.idle_loads = _run(idle, self.idle_since, self.idle_loads, since)
         dark = idle if gpu is None else gpu < IDLE_GPU
         self.dark_since = (since if self.dark_since is None else self.dark_since) if dark else None
         self.spins_since, self.spin_loads = _run(spins, self.spins_since, self.spin_loads, since)
         self.works = not idle and (gpu is None or gpu >= IDLE_GPU)
         self.kernels = gpu is not None and gpu >= IDLE_GPU
+        self.kernels_seen = self.kernels_seen or self.kernels
+        self.runs = cpu >= IDLE_CPU
         self.hosts = gpu is not None and gpu < IDLE_GPU and cpu >= HOST_CPU
         if tensor is not None and tensor >= SPIN_TENSOR:
             self.tensor_seen, self.tensor_at = True, now
@@ -71,7 +81,7 @@ class Activity:
         """Nothing is known any more."""
         self.at = self.idle_since = self.dark_since = self.spins_since = self.tensor_at = None
         self.idle_loads = self.spin_loads = 0
-        self.works = self.kernels = self.hosts = False
+        self.works = self.kernels = self.hosts = self.runs = False
 
     def idle_for(self, since: float) -> float:
         """s that it was seen idle, counted from ``since`` on; below 0: not at all."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rrl.health.checks_gpu_links import is_wired, lost_links
 from rrl.health.looks import Bad, Check, Said, Unknown, fail, warn
 from rrl.health.readings import DcgmIncident, NvmlData
-from rrl.health.seen import Seen
+from rrl.health.seen import HEALTH, Seen
 from rrl.spec.health_checks import Rules
 from rrl.spec.words import Cause, Remedy, Verdict
 
@@ -107,8 +107,9 @@ def _judged(incident: DcgmIncident, unbridged: set[str]) -> Iterator[Bad]:
 CHECKS = (
     Check("dcgm_memory", ("dcgm",), _exporter, "uncorrectable ECC errors and failed remaps, by dcgm-exporter",
           "any: FAIL, reset the GPU; support", "gcm, DCGM"),
-    Check("dcgm_health", ("dcgm",), _look, "incidents of dcgmi health", "a failure by its code: FAIL, reset, reboot or"
-          " support; other codes: WARN; power, single-bit errors and the like: ignored", "NVSentinel (peers.md 5c)"),
+    Check("dcgm_health", ("dcgm",), _look, "incidents of dcgmi health, which is run once a minute",
+          "a failure by its code, in three runs: FAIL, reset, reboot or support; other codes: WARN; power, single-bit"
+          " errors and the like: ignored", "NVSentinel (peers.md 5c)", turns=(HEALTH,)),
     Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, where asked for",
           "a failed one: FAIL, exclude; Denylist and Inforom are skipped", "gcm"),
 )  # fmt: skip

@@ -12,9 +12,10 @@ from rrl.spec.words import Cause, Remedy
 
 _HOUR, _MINUTE, _SPELL = 3600.0, 60.0, 30.0
 """s; rates "a second" are taken over a spell, so that one burst is no rate"""
-_FATAL = ("link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors")
-"""counters that must not rise at all (NVSentinel; its fourth, rnr_nak_retry_err, counts receivers that were not ready
-and answered when asked again: what programs do to each other)"""
+_DOWNED = "link_downed"
+_FATAL = ("excessive_buffer_overrun_errors", "local_link_integrity_errors")
+"""counters that must not rise at all (NVSentinel; of its others, link_downed may once, and rnr_nak_retry_err counts
+receivers that were not ready and answered when asked again: what programs do to each other)"""
 
 
 def _data(seen: Seen) -> FabricData:
@@ -50,6 +51,9 @@ def _state(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
         elif port.state != "ACTIVE":
             physical = f", physically {port.physical}" if port.physical else ""
             yield fail(Cause.FABRIC, Remedy.EXCLUDE, f"port {name} is {port.state}{physical}", part=name)
+        elif port.rate and port.rate < (best := seen.rates.get(name, port.rate)):
+            text = f"port {name} runs at {port.rate:g} Gbit/s, and ran at {best:g}"
+            yield warn(Cause.FABRIC, Remedy.SUPPORT, text, part=name, needs=rules.hysteresis.bad)
 
 
 def _devices(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
@@ -61,11 +65,16 @@ def _devices(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
 def _fatal(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
     for name in sorted(_used(seen, rules)):
         risen = [counter for counter in _FATAL if _rise(seen, name, counter, _HOUR)]
+        downs = _rise(seen, name, _DOWNED, _HOUR)
+        if downs >= rules.fabric.link_downs:
+            risen.insert(0, _DOWNED)
         if _rise(seen, name, "symbol_error", _HOUR) > rules.fabric.symbol_errors_hour:
             risen.append(f"symbol_error (more than {rules.fabric.symbol_errors_hour} an hour)")
         if risen:
             text = f"port {name}: fatal errors within an hour: {', '.join(risen)}"
             yield fail(Cause.FABRIC, Remedy.EXCLUDE, text, part=name, needs=1)
+        elif downs:
+            yield warn(Cause.FABRIC, Remedy.NONE, f"port {name}: {_DOWNED} rose within an hour", part=name)
 
 
 def _degraded(seen: Seen, rules: Rules, now: float) -> Iterator[Bad]:
@@ -97,13 +106,13 @@ _FABRIC = ("fabric",)
 CHECKS = (
     Check("hca_count", _FABRIC, _count, "InfiniBand and RoCE devices, against expect.hcas and what was there before",
           "another number, or one is gone: FAIL, exclude", "gcm, NVSentinel"),
-    Check("fabric_port", _FABRIC, _state, "state of the ports of expect.ports, and of those that were ACTIVE",
-          "not ACTIVE: FAIL, exclude", "NVRx"),
+    Check("fabric_port", _FABRIC, _state, "state and rate of the ports of expect.ports, and of those that were ACTIVE",
+          "not ACTIVE: FAIL, exclude; slower than it was: WARN, support", "NVRx"),
     Check("fabric_devices", _FABRIC, _devices, "uverbs and umad devices that the kernel lists",
           "missing: FAIL, exclude", "NVSentinel"),
     Check("fabric_errors", _FABRIC, _fatal, "link_downed, buffer overruns, link integrity, symbol errors of ports that"
-          " are or were ACTIVE", "any within an hour (symbol errors: fabric.symbol_errors_hour): FAIL, exclude",
-          "NVSentinel"),
+          " are or were ACTIVE", "any within an hour (symbol errors: fabric.symbol_errors_hour; link_downed:"
+          " fabric.link_downs): FAIL, exclude; link_downed before that: WARN", "NVSentinel"),
     Check("fabric_degraded", _FABRIC, _degraded, "rates of symbol, receive and ack errors, recoveries, discards,"
           " restarts, carrier changes", "above those of [fabric]: WARN, support", "NVSentinel"),
 )  # fmt: skip

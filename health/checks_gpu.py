@@ -18,9 +18,12 @@ _RECOVERY = {
     "bus_reset": Remedy.RESET_GPU,
     "system_reboot": Remedy.REBOOT,
 }
-"""those that are this GPU's own matter; an IMEX domain is that of many nodes"""
+"""those that are this GPU's own matter and that we know; an IMEX domain is that of many nodes"""
+_UNKNOWN_ERROR = "Unknown Error"
+"""NVML's word where a call fails and it cannot say why; ``GPU is lost`` and others say what has failed"""
 _MPS = "nvidia-cuda-mps"
 """beginning of the names of CUDA's multi-process service, which a site runs: what it runs for others is told too"""
+_MINUTE = 60.0
 _FEW = 3
 """GPUs that are named where one reason is unknown for several"""
 
@@ -67,19 +70,30 @@ def _count(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
 
 
 def _lost(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
-    for gpu in seen.data("nvml").gpus:
+    gpus = seen.data("nvml").gpus
+    if len(gpus) > 1 and all(gpu.lost == _UNKNOWN_ERROR for gpu in gpus):
+        text = f"NVML says {_UNKNOWN_ERROR} of every GPU at once: their device files may have been taken from us"
+        yield warn(Cause.SOFTWARE, Remedy.SUPPORT, f"{text} (a cgroup was changed, systemd was reloaded)")
+        return
+    for gpu in gpus:
         if gpu.lost:
             text = f"GPU {gpu.index} does not answer the driver: {gpu.lost}"
             otherwise = Remedy.RESET_GPU if "reset" in gpu.lost else Remedy.REBOOT
             remedy = _RECOVERY.get(gpu.recovery_action or "", otherwise)
-            yield fail(Cause.GPU, remedy, text, part=gpu.uuid or f"gpu{gpu.index}", proof=True)
+            vague = gpu.lost == _UNKNOWN_ERROR
+            needs = rules.gpu.unknown_error if vague else None
+            yield fail(Cause.GPU, remedy, text, part=gpu.uuid or f"gpu{gpu.index}", proof=not vague, needs=needs)
 
 
 def _recovery(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
     action = gpu.recovery_action
-    if action and action != "none":
-        text = f"GPU {gpu.index}: the driver asks for {action.replace('_', ' ')}"
-        yield fail(Cause.GPU, _RECOVERY.get(action, Remedy.SUPPORT), text, part=gpu.uuid, proof=action in _RECOVERY)
+    if not action or action == "none":
+        return
+    text = f"GPU {gpu.index}: the driver asks for {action.replace('_', ' ')}"
+    if remedy := _RECOVERY.get(action):
+        yield fail(Cause.GPU, remedy, text, part=gpu.uuid, proof=True)
+    else:
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,6 +109,10 @@ def _ecc_uncorrected(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
 def _ecc_corrected(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
     if (gpu.ecc_volatile_corrected or 0) > rules.gpu.ecc_corrected:
         text = f"GPU {gpu.index}: more than {rules.gpu.ecc_corrected} corrected ECC errors since its driver was loaded"
+        yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
+    trail, most = seen.trail("gpu", gpu.uuid, "ecc_volatile_corrected"), rules.gpu.ecc_corrected_rate
+    if trail and trail.rise and trail.within(_MINUTE, seen.at("nvml")) > most * _MINUTE:
+        text = f"GPU {gpu.index}: more than {most:g} corrected ECC errors a second"
         yield warn(Cause.GPU, Remedy.SUPPORT, text, part=gpu.uuid)
 
 
@@ -227,14 +245,17 @@ CHECKS = (
     Check("gpu_count", _NVML, _count, "GPUs that NVML sees, against expect.gpus and what it saw before",
           "fewer: FAIL, exclude (reboot where one vanished)", "gcm"),
     Check("gpu_lost", _NVML, _lost, "whether each GPU answers the driver",
-          "no: FAIL, reboot, or what the driver asks for", "NVML"),
+          "no: FAIL, reboot, or what the driver asks for; Unknown Error: gpu.unknown_error readings in a row, and of"
+          " all GPUs at once: WARN, support (cause software)", "NVML"),
     Check("gpu_recovery_action", _NVML, each(("recovery_action",), _recovery),
-          "what the driver says that each GPU needs (r570 and newer)", "anything but none: FAIL, that", "NVRx"),
+          "what the driver says that each GPU needs (r570 and newer)",
+          "one that we know: FAIL, that; another, or an IMEX domain's: WARN, support", "NVRx"),
     Check("gpu_ecc_uncorrected", _NVML, each(("ecc_volatile_uncorrected", "ecc_aggregate_uncorrected"),
           _ecc_uncorrected), "uncorrectable ECC errors, volatile; and whether the aggregate grows",
           "any: FAIL, reset the GPU", "gcm, DCGM"),
     Check("gpu_ecc_corrected", _NVML, each(("ecc_volatile_corrected",), _ecc_corrected),
-          "volatile corrected ECC errors", "> gpu.ecc_corrected: WARN", "gcm"),
+          "volatile corrected ECC errors", "> gpu.ecc_corrected, or > gpu.ecc_corrected_rate a second: WARN, support",
+          "gcm"),
     Check("gpu_row_remap", _NVML, each(("remap_failed", "remap_pending"), _row_remap), "remapped rows of memory",
           "a failure: FAIL, support; pending: WARN, reset at the next occasion", "gcm, DCGM, NVSentinel"),
     Check("gpu_retired_pages", _NVML, each(("retired_corrected", "retired_uncorrected", "retired_pending"),

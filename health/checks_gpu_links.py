@@ -8,7 +8,7 @@ from math import ceil, floor
 from rrl.health.checks_gpu import each, present
 from rrl.health.looks import Bad, Check, fail, warn
 from rrl.health.readings import Gpu
-from rrl.health.seen import Seen
+from rrl.health.seen import REGISTERS, Seen
 from rrl.spec.health_checks import LinkRules, Rules
 from rrl.spec.words import Cause, Remedy
 
@@ -80,9 +80,13 @@ def _flagged(seen: Seen, uuid: str, link: int, limits: LinkRules, now: float) ->
 def _fabric(gpu: Gpu, seen: Seen, rules: Rules) -> Iterator[Bad]:
     if gpu.mig:  # its instances speak to no other GPU
         return
-    if gpu.fabric_state in ("not_started", "in_progress"):
+    if gpu.fabric_state in REGISTERS:
         text = f"GPU {gpu.index}: its registration with the NVLink fabric is {gpu.fabric_state.replace('_', ' ')}"
-        yield fail(Cause.GPU, Remedy.EXCLUDE, text, part=gpu.uuid)
+        most, at = rules.links.fabric_registers, seen.at("nvml")
+        if at - seen.registers.get(gpu.uuid, at) >= most:
+            yield fail(Cause.GPU, Remedy.EXCLUDE, f"{text}, for {most:g} s or more", part=gpu.uuid)
+        else:
+            yield warn(Cause.GPU, Remedy.NONE, text, part=gpu.uuid)
     elif gpu.fabric_state == "completed" and gpu.fabric_status not in (None, "success"):
         text = f"GPU {gpu.index}: its registration with the NVLink fabric failed: {gpu.fabric_status}"
         yield fail(Cause.GPU, Remedy.EXCLUDE, text, part=gpu.uuid)
@@ -120,7 +124,7 @@ CHECKS = (
           "in more than links.flagged of links.windows windows, or links.crc a second: FAIL, exclude; any: WARN",
           "NVRx, DCGM"),
     Check("nvlink_fabric", _NVML, each(("fabric_state",), _fabric), "registration with the NVLink fabric (NVSwitch)",
-          "not completed, or with an error: FAIL, exclude", "NVRx"),
+          "not completed: WARN; not within links.fabric_registers s, or with an error: FAIL, exclude", "NVRx"),
     Check("pcie_replays", _NVML, each(("pcie_replays",), _replays),
           "PCIe replays a minute, by generation and lanes", "> ceil(lanes x links.pcie_replays): WARN, support",
           "DCGM"),

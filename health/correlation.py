@@ -1,11 +1,12 @@
 """Many at once: the same finding on several nodes within two minutes is the fabric, the storage or the software that
 they share, not each of these nodes; nor is it each rollout's fault that all of them stall at once, nor each worker's
-that many on different nodes are not heard any more while their agents are: a flood of lines, a manager that is late.
+that many on different nodes are not heard any more while their agents are: a flood of lines, a manager that is late;
+nor each node's that several fall silent in one moment: a switch that fails over is back within half a minute.
 
 Such findings are held back: they become WARN without a remedy, and one finding of the whole run, ``correlated``, names
 what they share. Proof passes: a GPU that fell off its bus is gone, whoever else has lost one (the planner's brake
 bounds what is done about many); but not where most nodes say the same at once, which is a driver or a rule that is
-wrong. The silence of nodes is the brake's alone.
+wrong, or what they share.
 
 What nodes may share (fabric, storage) waits a moment before it counts against the first node that says so, for the
 others look at other times; not where nobody works on that node yet. What was shared is remembered for a while, for
@@ -21,6 +22,7 @@ from math import ceil, inf
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rrl.health.node_loss import node_lost
 from rrl.health.presence import worker_silence
 from rrl.spec.words import Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict, gang_of
 
@@ -40,18 +42,26 @@ HUNG_TOGETHER = 120.0
 TOGETHER = 30.0
 """s between the first and the last of them"""
 SILENT_TOGETHER = 30.0
-"""s for which workers that fall silent at once are left alone (ours: three times the silence that condemns one)"""
+"""s for which workers, or whole nodes, that fall silent at once are left alone (ours: three times the silence that
+condemns one)"""
 SILENT = 3
-"""nodes, and gangs, that fall silent at once: of two it may be a coincidence, and one gang may be stuck together"""
+"""nodes, and of workers gangs, that fall silent at once: of two it may be a coincidence, and one gang may be stuck
+together"""
 AT_ONCE = 10.0
 """s between the first and the last of them"""
 _SHARED = frozenset({Cause.FABRIC, Cause.STORAGE})
 _OF_NODES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
-"""causes of findings that agents make; a node that is silent or down is the brake's"""
+"""causes of findings that agents make"""
 _NAMED = 4
 """nodes named in the evidence"""
 DETECTOR = "correlated"
-_MOST = "on most nodes, so that a driver or a site's rule is wrong rather than they,"
+_MOST = "on most nodes"
+_RULE = "a driver or a site's rule is wrong"
+_WRONG = {
+    Cause.FABRIC: "the fabric that they share, a switch perhaps, has failed",
+    Cause.STORAGE: "the storage that they share has failed",
+}
+"""what is to blame where most nodes say the same"""
 
 Kind = tuple[Cause, str, str]
 """cause, detector, and of storage the path: what several can have in common"""
@@ -59,7 +69,9 @@ _STALL: Kind = (Cause.HANG, "", "")
 """what all rollouts do at once"""
 _SILENCE: Kind = (Cause.PROCESS, worker_silence.__name__, "")
 """what workers of different nodes do at once"""
-_LEFT_ALONE = {_STALL: HUNG_TOGETHER, _SILENCE: SILENT_TOGETHER}
+_LOST: Kind = (Cause.NODE, node_lost.__name__, "")
+"""what several nodes do at once"""
+_LEFT_ALONE = {_STALL: HUNG_TOGETHER, _SILENCE: SILENT_TOGETHER, _LOST: SILENT_TOGETHER}
 """s; such events are told until there is nobody of whom they could be, so that each comes but once"""
 
 
@@ -97,6 +109,8 @@ class Here(Struct, frozen=True):
     """nodes that are excluded: what they say of themselves keeps nobody else's finding back"""
     silent: Mapping[Life, tuple[NodeName, float]] = {}
     """workers that are not heard though their nodes are, whether it condemns them yet or not: where, and since when"""
+    absent: Mapping[NodeName, float] = {}
+    """nodes that are not heard, likewise: since when"""
 
 
 def correlate(
@@ -132,7 +146,7 @@ def remembered(findings: Iterable[Finding], now: float) -> Memory:
     for finding in findings:
         if finding.detector == DETECTOR and finding.part:
             cause, detector, part = (*finding.part.split(":", 2), "", "")[:3]
-            most = any(one.text.startswith(_MOST) for one in finding.evidence)
+            most = any(one.text.startswith(_MOST) for one in finding.evidence)  # whatever it blames
             events[Cause(cause), detector, part] = Event(now, finding, most)
         elif finding.verdict is Verdict.FAIL and finding.cause in _OF_NODES:
             first[finding.key] = min(now, finding.since)
@@ -144,7 +158,13 @@ def _may_be_shared(finding: Finding, here: Here) -> bool:
         return False
     if finding.life is not None:
         return not finding.proof and (_stalls(finding, here) or _is_silent(finding))
+    if _is_lost(finding):
+        return finding.node not in here.left
     return finding.node is not None and finding.cause in _OF_NODES
+
+
+def _is_lost(finding: Finding) -> bool:
+    return finding.detector == _LOST[1] and not finding.proof
 
 
 def _stalls(finding: Finding, here: Here) -> bool:
@@ -163,6 +183,8 @@ def _settles(finding: Finding, here: Here) -> bool:
 def _kind(finding: Finding) -> Kind:
     if finding.life is not None:
         return _SILENCE if _is_silent(finding) else _STALL
+    if _is_lost(finding):
+        return _LOST
     return finding.cause, finding.detector, finding.part if finding.cause is Cause.STORAGE else ""
 
 
@@ -175,7 +197,7 @@ def _recent(
         if kept := {node: at for node, at in nodes.items() if now - at <= WINDOW}:
             recent[kind] = kept
     for finding in suspects:
-        if finding.node is not None:
+        if finding.node is not None and not _is_lost(finding):
             nodes = recent.setdefault(_kind(finding), {})
             nodes[finding.node] = max(first[finding.key], nodes.get(finding.node, -inf))
     return recent
@@ -214,15 +236,19 @@ def _events(
     silent = [finding for finding in suspects if _kind(finding) == _SILENCE]
     mute = _fell_silent_with(silent, here)
     _together(events, _SILENCE, mute, _far_apart(mute, here), now)
+    lost = _lost_with([one for one in suspects if _kind(one) == _LOST], here)
+    _together(events, _LOST, lost, len(lost) >= SILENT, now)
     return events
 
 
-def _together(events: dict[Kind, Event], kind: Kind, who: Collection[Life], are: bool, now: float) -> None:
-    """What workers do at once begins once it is so, and is over when none of them does it."""
+def _together(
+    events: dict[Kind, Event], kind: Kind, who: Collection[Life] | Collection[NodeName], are: bool, now: float
+) -> None:
+    """What workers or nodes do at once begins once it is so, and is over when none of them does it."""
     if not who:
         events.pop(kind, None)
     elif are and kind not in events:
-        events[kind] = Event(now, _run_wide(kind, {str(life) for life in who}, now))
+        events[kind] = Event(now, _run_wide(kind, {str(one) for one in who}, now))
 
 
 def _fell_silent_with(silent: Collection[Finding], here: Here) -> set[Life]:
@@ -230,6 +256,14 @@ def _fell_silent_with(silent: Collection[Finding], here: Here) -> set[Life]:
     mute = {finding.life for finding in silent if finding.life is not None}
     began = [finding.since for finding in silent]
     return mute | {life for life, (_, at) in here.silent.items() if any(abs(at - one) <= AT_ONCE for one in began)}
+
+
+def _lost_with(lost: Collection[Finding], here: Here) -> set[NodeName]:
+    """Likewise of nodes; the most that did so in one moment. One that was condemned long before is alone."""
+    began = {one.node: one.since for one in lost if one.node is not None}
+    began = {**{node: at for node, at in here.absent.items() if node not in here.left}, **began} if began else {}
+    moments = ({node for node, at in began.items() if abs(at - one.since) <= AT_ONCE} for one in lost)
+    return max(moments, key=len, default=set())
 
 
 def _far_apart(mute: Collection[Life], here: Here) -> bool:
@@ -261,7 +295,11 @@ def _run_wide(kind: Kind, names: AbstractSet[str], now: float, how_many: str = "
         text = f"all rollouts stall at once: {_few(names)}; storage, fabric or what they wait for"
     elif kind == _SILENCE:
         text = f"silent at once, though their nodes are heard: {_few(names)}; the network, or this manager, is late"
+    elif kind == _LOST:
+        text = f"whole nodes silent at once: {_few(names)}; the network that they share, or its way to this manager"
     else:
+        if how_many == _MOST:
+            how_many += f", so that {_WRONG.get(cause, _RULE)} rather than they,"
         text = f"{how_many} at once: {detector}{f' of {part}' if part else ''}: {_few(names)}"
     whose = Cause.SOFTWARE if cause in (Cause.GPU, Cause.HANG, Cause.PROCESS) else cause
     what = ":".join((cause.value, detector, part)).rstrip(":")

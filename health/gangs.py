@@ -7,10 +7,11 @@ by the first rank alone): time judges that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
+from rrl.health.activity import GAP
 from rrl.health.idleness import at_rest, must_compute
 from rrl.health.last_seen import ReplicaSighting
 from rrl.health.sightings import Watch
@@ -18,6 +19,9 @@ from rrl.spec.words import Evidence, Finding, Life, Remedy, Verdict, rank_of
 
 _RAW = ("stands_idle", "stands_idle_long")
 _LOADS = "loads_idle"
+RESTED = 45.0
+"""s of rest after which a member counts as one that rests, where others have rested for long: what DCGM says of tensor
+cores is up to 15 s old, what NVML says of kernels is not, so that who has just gone on to work looks as if it spun"""
 _ALONE = ("phase_overdue",)
 """found of every member of a gang that stands; one of them is enough"""
 
@@ -68,11 +72,14 @@ def _blamed(members: Sequence[ReplicaSighting], raw: Mapping[Life, Finding]) -> 
     if any(seen.phase != standing[0].phase or not must_compute(seen) for seen in members):
         return None  # one is elsewhere, and may be who is waited for
     if all(at_rest(seen) for seen in members):
-        return _behind(standing, idle_first=True)
+        rested = all(seen.life in raw or _rested(seen) for seen in members)
+        return _behind(standing, idle_first=True) if rested else None
     idle = [seen for seen in members if seen.activity.idle_since is not None]
     suspects = [seen for seen in idle if seen.life in raw]
     if not suspects or any(seen.activity.at is None for seen in members):
         return None
+    if any(_tensors_work(seen, members) for seen in members):
+        return None  # it does not wait in a collective: it is who they wait for, and at work
     busy_done = min((seen.done or 0) for seen in members if seen not in idle)
     behind = all((seen.done or 0) < busy_done for seen in idle)
     even = 2 * len(idle) == len(members)
@@ -80,6 +87,17 @@ def _blamed(members: Sequence[ReplicaSighting], raw: Mapping[Life, Finding]) -> 
     if 2 * len(idle) < len(members) or (even and (long or behind)):
         return _behind(suspects)
     return None
+
+
+def _rested(seen: ReplicaSighting) -> bool:
+    activity = seen.activity
+    return max(activity.idle_for(seen.clock), activity.spins_for(seen.clock)) >= RESTED
+
+
+def _tensors_work(seen: ReplicaSighting, members: Iterable[ReplicaSighting]) -> bool:
+    """By its newest loads, as fresh as those of the others."""
+    worked = seen.activity.tensor_at
+    return worked is not None and worked >= max(one.activity.at or 0.0 for one in members) - GAP
 
 
 def _behind(members: Iterable[ReplicaSighting], idle_first: bool = False) -> ReplicaSighting:
@@ -104,18 +122,30 @@ def _hang(blamed: ReplicaSighting, raw: Mapping[Life, Finding], members: Sequenc
 
 
 def _one_a_gang(findings: list[Finding], watch: Watch) -> list[Finding]:
-    """Of the members of a gang that stand for too long all alike, the one that is behind."""
+    """Of the members of a gang that stand for too long all alike, the one that is behind; nobody where another member
+    is at work within its own deadline, and so explains why they stand."""
     alike: dict[Life, list[Finding]] = {}
     for finding in findings:
         if finding.life is not None and finding.detector in _ALONE and finding.verdict is Verdict.FAIL:
             alike.setdefault(finding.life.gang, []).append(finding)
-    if all(len(found) == 1 for found in alike.values()):
-        return findings
+    gangs = _members(watch, set(alike)) if alike else {}
     kept: set[Life] = set()
-    for found in alike.values():
+    for gang, found in alike.items():
+        if _explained(gangs.get(gang, ()), {finding.life for finding in found}):
+            continue
         seen = [watch.replicas[finding.life.replica] for finding in found if finding.life is not None]
         resting = [one for one in seen if at_rest(one)]
         outliers = resting if 2 * len(resting) < len(seen) else [one for one in seen if one not in resting]
         kept.add(_behind(outliers or seen).life)
     dropped = {finding.key for found in alike.values() for finding in found if finding.life not in kept}
     return [finding for finding in findings if finding.key not in dropped]
+
+
+def _explained(members: Sequence[ReplicaSighting], overdue: Collection[Life | None]) -> bool:
+    """The tensor cores of one work that is not overdue, and it is in the pass in which the others came to stand: one
+    that goes on from pass to pass without them is not who they wait for."""
+    since = min((seen.clock for seen in members if seen.life in overdue), default=0.0)
+    halfway = (since + max((seen.activity.at or 0.0 for seen in members), default=0.0)) / 2
+    return any(
+        seen.life not in overdue and seen.phase_since <= halfway and _tensors_work(seen, members) for seen in members
+    )

@@ -107,7 +107,8 @@ def judge(seen: Seen, node: NodeName, rules: Rules, now: float) -> list[Finding]
     for check in CHECKS:
         if rules.checks.get(check.name) == "off":
             continue
-        turns = (seen.told, *(seen.turn.get(reader, 0) for reader in check.readers))
+        told = 0 if check.turns else seen.told
+        turns = (told, *(seen.turn.get(name, 0) for name in check.turns or check.readers))
         if memo.looked.get(check.name) != turns:
             memo.looked[check.name] = turns
             memo.findings[check.name] = list(_conclude(check, seen, memo, now))

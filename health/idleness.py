@@ -8,6 +8,8 @@ asked, for a rollout that waits for a tool is idle too (:mod:`rrl.health.suspici
 
 from __future__ import annotations
 
+from math import inf
+
 from rrl.health.judged import MISSES, NOTHING, SLOWEST, Judged, about, waits, works
 from rrl.health.last_seen import ReplicaSighting
 from rrl.spec.jobview import Limits
@@ -22,6 +24,9 @@ LOADS = 2.0
 """times ``limits.idle`` where weights are loaded: reading them may wait for storage, for others of the role alike"""
 SPINS = 1.5
 """times ``limits.idle``: kernels without tensor cores do run now and then"""
+LIES = 5.0
+"""times ``limits.idle`` in one pass may who tells of progress all the while be idle, where its GPU has worked before:
+RobustRL's 300 s; where it never has, the work is done elsewhere"""
 DOUBT = 3.0
 """times as long where the gang is divided evenly: one of two may work alone while the other waits for it"""
 _LOADS = 5
@@ -39,8 +44,12 @@ def at_rest(seen: ReplicaSighting) -> bool:
 
 def stands_idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """It has done nothing for ``limits.idle``. Raw; ``stands_idle_long``: for ``DOUBT`` times as long."""
-    if not must_compute(seen) or seen.beats < MISSES:
+    if not must_compute(seen):
         return NOTHING
+    if seen.beats < MISSES or seen.done_changed_at > seen.phase_since:
+        found, look = _lies(seen, limits)
+        if found is not None or seen.beats < MISSES:
+            return found, look
     activity, since = seen.activity, seen.clock
     first = FIRST if seen.first_pass else 1.0
     need, need_spins = limits.idle * max(STILL, first), limits.idle * SPINS * first
@@ -54,19 +63,32 @@ def stands_idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     else:
         return NOTHING
     detector = "stands_idle_long" if long else "stands_idle"
-    return about(seen, detector, Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), float("inf")
+    return about(seen, detector, Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
+
+
+def _lies(seen: ReplicaSighting, limits: Limits) -> Judged:
+    """It tells of progress in this pass, and has done nothing for far longer than that could explain."""
+    activity = seen.activity
+    need = limits.idle * LIES * (FIRST if seen.first_pass else 1.0)
+    if not activity.kernels_seen or activity.idle_loads < _LOADS or activity.idle_for(seen.phase_since) < need:
+        return NOTHING
+    began = max(activity.idle_since or 0.0, seen.phase_since)
+    text = f"{_idle_text(seen, need)}, though it tells of progress"
+    return about(seen, "stands_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
 def loads_idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
-    """It loads, which usually takes its role seconds, and has done nothing for long. Raw."""
-    if not works(seen) or not seen.declared.own_work or seen.usual is None or seen.beats < MISSES:
+    """It loads, which usually takes its role seconds, and has done nothing for long. Raw. What is usual is as of when
+    it began; where nobody knew then, as others have shown since."""
+    usual = seen.usual or seen.role.slowest_load * (FIRST if seen.first_pass else 1.0)
+    if not works(seen) or not seen.declared.own_work or not usual or seen.beats < MISSES:
         return NOTHING
     activity = seen.activity
-    need = max(LOADS * limits.idle, limits.adaptive * seen.usual, SLOWEST * seen.role.slowest_load)
+    need = max(LOADS * limits.idle, limits.adaptive * usual, SLOWEST * seen.role.slowest_load)
     if activity.idle_since is None or activity.idle_loads < _LOADS or activity.idle_for(seen.clock) < need:
         return NOTHING
     began, text = max(activity.idle_since, seen.clock), _idle_text(seen, need)
-    return about(seen, "loads_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), float("inf")
+    return about(seen, "loads_idle", Verdict.UNKNOWN, Cause.HANG, Remedy.NONE, began, "agent", text), inf
 
 
 def _idle_text(seen: ReplicaSighting, need: float) -> str:

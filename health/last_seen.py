@@ -49,6 +49,8 @@ class RoleSighting:
     """so often it was asked for that"""
     slowest_load: float = 0.0
     """s: the longest that such a phase lately took"""
+    tensor_seen: bool = False
+    """tensor cores of one of it have worked: its work needs them"""
     loaded_since: float = -inf
     """when the newest pass of a phase of its own work (weights are loaded) began that came to its end"""
 

@@ -63,6 +63,8 @@ class Check(Struct, frozen=True):
     """of its thresholds"""
     any_reader: bool = False
     """one of its readers is enough"""
+    turns: tuple[str, ...] = ()
+    """what counts as a look, in :attr:`Seen.turn`; empty: each reading of its readers"""
 
 
 def warn(cause: Cause, remedy: Remedy, *text: str, part: str = "", **more: object) -> Bad:

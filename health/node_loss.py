@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
-from rrl.health.judged import NOTHING, Judged, speaks_by
+from rrl.health.judged import NOTHING, Judged, expected_to_speak, patience, speaks_by
 from rrl.health.last_seen import FLAP_WINDOW, FLAPS, NodeSighting, ReplicaSighting
+from rrl.health.sightings import Watch
 from rrl.spec.jobview import Limits
-from rrl.spec.words import Cause, Evidence, Finding, Remedy, Verdict
+from rrl.spec.words import Cause, Evidence, Finding, NodeName, Remedy, Verdict
 
 _ASKING = 30.0
 """s that a cluster has to say whether a silent node is suspended; one that is away longer hinders no repair"""
@@ -51,6 +53,15 @@ def node_lost(seen: NodeSighting, limits: Limits, now: float) -> Judged:
         since = agent.last_heard
         return _node_finding(seen, "node_lost", Verdict.WARN, Remedy.NONE, since, tuple(evidence)), lost
     return None, agent_due if now < agent_due else lost
+
+
+def absent(found: Collection[Finding], watch: Watch, limits: Limits, now: float) -> dict[NodeName, float]:
+    """Nodes of which nothing has been heard for some beats, and since when (s). Looked for only where one is lost."""
+    if all(finding.detector != node_lost.__name__ for finding in found):
+        return {}
+    return {home.node: home.last_heard for home in watch.nodes.values()
+            if home.agent is not None and home.agent.status == "joined" and expected_to_speak(home.agent)
+            and home.last_heard is not None and now >= home.last_heard + patience(limits)}  # fmt: skip
 
 
 def node_flaps(seen: NodeSighting, limits: Limits, now: float) -> Judged:

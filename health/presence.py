@@ -22,6 +22,9 @@ from rrl.spec.jobview import Limits
 from rrl.spec.launch import ASKED
 from rrl.spec.words import Cause, Finding, Life, NodeName, Remedy, Verdict
 
+RUNNING = 3.0
+"""times the silence of a worker of which its node's agent says that its CPU works: what it says may come late, behind
+its logs. A stopped process takes no CPU, though a kernel may keep its GPU"""
 _AGENT_ALONE = 2
 """times the silence of an agent: by then node_lost has judged whether its node went with it"""
 
@@ -72,11 +75,18 @@ def worker_silence(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     """It joined, and is not heard any more. An agent's silence is the node's matter (``node_lost``)."""
     if not expected_to_speak(seen) or seen.status != "joined" or seen.is_agent:
         return NOTHING
-    due = seen.last_heard + silence(limits)
+    longest = silence(limits) * (RUNNING if _runs(seen, limits) else 1.0)
+    due = seen.last_heard + longest
     if now < due:
         return None, due
-    text = f"no beat for {silence(limits):g} s after its last one, in phase {seen.phase}"
+    text = f"no beat for {longest:g} s after its last one, in phase {seen.phase}"
     return _silent(seen, limits, "worker_silence", seen.last_heard, text), inf
+
+
+def _runs(seen: ReplicaSighting, limits: Limits) -> bool:
+    """By a load that came well after its last beat: it speaks of the time since."""
+    at = seen.activity.at
+    return seen.activity.runs and at is not None and at >= seen.last_heard + patience(limits)
 
 
 def unheard(found: Collection[Finding], watch: Watch, limits: Limits, now: float) -> dict[Life, tuple[NodeName, float]]:

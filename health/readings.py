@@ -166,6 +166,9 @@ class DcgmData(Struct, frozen=True, tag="dcgm"):
     incidents: tuple[DcgmIncident, ...] = ()
     unread: Why = {}
     """``exporter``, ``health``, ``diag`` → why not"""
+    health_at: float | None = None
+    """when ``dcgmi health`` was run that these incidents are of (s): one run is told with several readings. None: it
+    was not run, or each reading is a run"""
 
 
 # ── kernel log ───────────────────────────────────────────────────────────────────────────────────────────────────────

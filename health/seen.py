@@ -34,6 +34,9 @@ PORT_COUNTERS: Final = (
     "roce_slow_restart", "carrier_changes",
 )  # fmt: skip
 """of a port, those that a check judges"""
+HEALTH: Final = "dcgmi health"
+REGISTERS: Final = ("not_started", "in_progress")
+"""states of a GPU that is on its way into the NVLink fabric"""
 EVERY: Final = "every"
 """GPU of the node"""
 _REMEMBERED = 500
@@ -58,11 +61,13 @@ class Seen:
         self.kept: dict[str, Data] = {}
         """what each reader read last, however long ago"""
         self.turn: dict[str, int] = {}
-        """readings of each reader so far"""
+        """readings of each reader so far; of :data:`HEALTH` runs of ``dcgmi health``"""
         self.told = 0
         """times that somebody told us something else than a reading"""
         self.hung: dict[str, int] = {}
         """readings in a row that did not come back in time"""
+        self.hung_since: dict[str, float] = {}
+        """s, of the first of them"""
         self.began: float | None = None
         self.trails: dict[tuple[str, str, str], Trail] = {}
         """by kind, device and counter"""
@@ -71,10 +76,14 @@ class Seen:
         self.most_gpus = 0
         self.hot: dict[str, float] = {}
         """since when (s) each GPU has been at or above a limit of its own"""
+        self.registers: dict[str, float] = {}
+        """since when (s) each GPU has not completed its registration with the NVLink fabric"""
         self.links_up: dict[str, set[int]] = {}
         """NVLinks of each GPU that were active at some time"""
         self.ports_up: set[str] = set()
         """ports that were ACTIVE at some time"""
+        self.rates: dict[str, float] = {}
+        """the highest rate (Gbit/s) that each of them had"""
         self.hcas: set[str] = set()
         """devices that were there at some time"""
         self.boot = ""
@@ -89,6 +98,8 @@ class Seen:
         self._tenants: dict[str, tuple[str, str]] = {}
         self._counting = False
         """the last reading of DCGM had the exporter's counts"""
+        self._health_at: float | None = None
+        """of the newest run of ``dcgmi health``"""
         self.memo: Any = None
         """of :func:`rrl.health.hardware.judge`"""
 
@@ -101,7 +112,14 @@ class Seen:
         if reading.data is not None:
             self.kept[name] = reading.data
         self.turn[name] = self.turn.get(name, 0) + 1
-        self.hung[name] = self.hung.get(name, 0) + 1 if reading.state == "hung" else 0
+        if reading.state == "hung":
+            self.hung[name] = self.hung.get(name, 0) + 1
+            self.hung_since.setdefault(name, reading.at)
+        else:
+            self.hung[name] = 0
+            self.hung_since.pop(name, None)
+        if name == "dcgm" and not (isinstance(reading.data, DcgmData) and self._told_before(reading.data)):
+            self.turn[HEALTH] = self.turn.get(HEALTH, 0) + 1
         if self.began is None:
             self.began = reading.at
         match reading.data:
@@ -116,6 +134,11 @@ class Seen:
                     self._add_port(port, reading.at)
             case HostData():
                 self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
+
+    def _told_before(self, data: DcgmData) -> bool:
+        """Its incidents are of a run of ``dcgmi health`` that an earlier reading told."""
+        before, self._health_at = self._health_at, data.health_at
+        return data.health_at is not None and data.health_at == before
 
     def _add_nvml(self, data: NvmlData, at: float) -> None:
         self.most_gpus = max(self.most_gpus, len(data.gpus))
@@ -132,11 +155,16 @@ class Seen:
     def _add_gpu(self, gpu: Gpu, at: float) -> None:
         self._count("gpu", gpu.uuid, "pcie_replays", gpu.pcie_replays, at)
         self._count("gpu", gpu.uuid, "ecc_aggregate_uncorrected", gpu.ecc_aggregate_uncorrected, at)
+        self._count("gpu", gpu.uuid, "ecc_volatile_corrected", gpu.ecc_volatile_corrected, at)
         self._count("gpu", gpu.uuid, "retired_uncorrected", gpu.retired_uncorrected, at)
         if _is_hot(gpu):
             self.hot.setdefault(gpu.uuid, at)
         else:
             self.hot.pop(gpu.uuid, None)
+        if gpu.fabric_state in REGISTERS:
+            self.registers.setdefault(gpu.uuid, at)
+        elif gpu.fabric_state is not None:
+            self.registers.pop(gpu.uuid, None)
         for link in gpu.nvlinks or ():
             if link.active:
                 self.links_up.setdefault(gpu.uuid, set()).add(link.link)
@@ -172,6 +200,7 @@ class Seen:
         self.hcas.add(port.device)
         if port.state == "ACTIVE":
             self.ports_up.add(name)
+            self.rates[name] = max(self.rates.get(name, 0.0), port.rate or 0.0)
         for counter in PORT_COUNTERS:
             self._count("port", name, counter, port.counters.get(counter), at)
 

@@ -7,7 +7,7 @@ never get here. Lives that the manager did not launch or welcome are ignored, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from rrl.health.last_seen import (
     BEATS_MISSED,
@@ -19,6 +19,7 @@ from rrl.health.last_seen import (
     StepEnd,
     loops,
 )  # fmt: skip
+from rrl.health.lessons import Lesson
 from rrl.health.pace import Paces
 from rrl.health.probes import NO_HANDLER
 from rrl.health.usual import Usual
@@ -60,6 +61,24 @@ class Watch:
             if seen.phase is not None:
                 seen.declared = limits.phase(seen.phase)
 
+    # ── for the next manager ─────────────────────────────────────────────────────────────────────────────────────────
+    def lessons(self) -> dict[str, Lesson]:
+        """What was learned of the roles, whoever of them lives."""
+        took = self._usual.took()
+        learned = {
+            name: Lesson(took.get(name, {}), role.tensor_seen, role.answers, role.slowest_load)
+            for name, role in self._roles.items()
+        }
+        return {name: lesson for name, lesson in learned.items() if lesson != Lesson()}
+
+    def remember(self, lessons: Mapping[str, Lesson]) -> None:
+        """What an earlier watch had learned; before anything is heard."""
+        for name, lesson in lessons.items():
+            role = self._roles.setdefault(name, RoleSighting())
+            role.tensor_seen, role.answers, role.slowest_load = lesson.tensor_seen, lesson.answers, lesson.slowest_load
+            for phase, took in lesson.phases.items():
+                self._usual.remember(name, phase, took)
+
     # ── told by the manager ──────────────────────────────────────────────────────────────────────────────────────────
     def launched(
         self, life: Life, node: NodeName, now: float, shadow: Life | None = None, within: float = 0.0
@@ -72,6 +91,14 @@ class Watch:
             self.forget(shadow)
         if (seen := self._sighting(life, node, now)) is not None and shadow is not None:
             seen.shadow, seen.within = shadow, within
+
+    def adopted(self, life: Life, passed: Collection[str]) -> None:
+        """It was launched under an earlier manager, and has been through these phases: they are no first ones. One that
+        progresses shows by its count whether it was."""
+        if seen := self._known(life):
+            seen.passed.update(name for name in passed if not self._limits.phase(name).progresses)
+            if seen.role.tensor_seen and any(self._limits.phase(name).computes for name in seen.passed):
+                seen.activity.tensor_seen = True
 
     def postponed(self, life: Life, now: float) -> None:
         """Whoever was to start it is away: its join deadline counts from now, if nothing of it was heard yet."""
@@ -166,7 +193,9 @@ class Watch:
         """What its node's agent saw it take: cores, and the shares of the time in which a kernel ran and in which
         tensor cores worked (None: nobody can say)."""
         if seen := self._known(life):
-            seen.activity.add(cpu, gpu, now, tensor)
+            # beyond a first pass its own tensor cores must have been seen: some nodes' say nothing, and read 0
+            seen.activity.add(cpu, gpu, now, tensor, must_show=seen.role.tensor_seen and seen.first_pass)
+            seen.role.tensor_seen = seen.role.tensor_seen or seen.activity.tensor_seen
             if seen.activity.dark_since is None and seen.probes.last_asked < seen.clock:
                 seen.probes.rest()  # it moved since it was asked, and works
 

@@ -17,7 +17,15 @@ from rrl.spec.words import Cause, Remedy, Verdict
 
 AT_WORK = 6.0
 """times its deadline has whose GPU (without one: CPU) is seen at work: it is slow, not hung"""
-ENDLESS = 2.0
+BLIND = 7200.0
+"""s, the most that a GPU at work earns beyond its deadline's own length in training where nobody sees tensor cores: it
+may be kept by a collective that waits for ever"""
+IDLE_FIRST = 0.25
+"""of ``longest`` may who is idle be in a first pass of ``_WARMED``, where nothing usual is known: 15 min by default"""
+_WARMED = ("publish", "score")
+"""phases whose first pass takes long only at work: compiling and packing take CPU or GPU. A first checkpoint may wait
+for storage, and idle then"""
+ENDLESS = 1.25
 """times ``longest`` of a phase that waits, after which services that are still at work explain no wait"""
 _SERVE = "serve"
 
@@ -118,17 +126,26 @@ def _stands(seen: ReplicaSighting, limits: Limits, now: float, detector: str, ve
     deadline, how = _deadline(seen, limits)
     since = _stands_since(seen)
     due = since + deadline
+    if (idles := _idles_in_first_pass(seen, limits, since)) is not None and idles[0] < due:
+        due, how = idles
     if now < due:
         return None, due
     if seen.beats < MISSES:  # too few have looked; the next beat will be looked at
         return NOTHING
     if verdict is Verdict.FAIL and (_seen_at_work(seen, due) or _never_says(seen)):
-        later = max(due, since + min(AT_WORK * deadline, max(deadline, seen.declared.longest)))
+        most = min(seen.declared.longest, BLIND) if _trains_blind(seen) else seen.declared.longest
+        later = max(due, since + min(AT_WORK * deadline, max(deadline, most)))
         if now < later:
             return None, later
     remedy = Remedy.RESTART if verdict is Verdict.FAIL else Remedy.NONE
     text = f"phase {seen.phase}: {what} within {how}"
     return about(seen, detector, verdict, Cause.HANG, remedy, since, "worker", text), inf
+
+
+def _trains_blind(seen: ReplicaSighting) -> bool:
+    """All that is known of its work is that kernels keep its GPU."""
+    activity = seen.activity
+    return seen.declared.computes and not seen.declared.progresses and not activity.tensor_seen and not activity.hosts
 
 
 def _seen_at_work(seen: ReplicaSighting, due: float) -> bool:
@@ -158,18 +175,37 @@ def _deadline(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
     declared = seen.declared
     if declared.longest == inf:
         return declared.shortest, f"{declared.shortest:g} s"
-    if seen.usual is None:
-        deadline, how = declared.longest, "no usual duration yet"
-    else:
-        usual = max(limits.adaptive * seen.usual, SLOWEST * seen.slowest)
-        deadline = min(max(usual, declared.shortest), declared.longest)
-        how = f"{limits.adaptive:g} x usual {seen.usual:.3g} s"
-        if SLOWEST * seen.slowest > limits.adaptive * seen.usual:
-            how = f"{SLOWEST:g} x the longest yet, {seen.slowest:.3g} s"
-        how += f", within {declared.shortest:g} to {declared.longest:g} s"
+    deadline, how = (declared.longest, "no usual duration yet") if seen.usual is None else _usual(seen, limits)
     if grace := _grace(seen, limits):
         deadline, how = deadline + grace, f"{how}; first pass + {grace:g} s"
     return deadline, f"{deadline:.4g} s ({how})"
+
+
+def _usual(seen: ReplicaSighting, limits: Limits) -> tuple[float, str]:
+    declared = seen.declared
+    usual = seen.usual or 0.0
+    most = max(limits.adaptive * usual, SLOWEST * seen.slowest)
+    how = f"{limits.adaptive:g} x usual {usual:.3g} s"
+    if SLOWEST * seen.slowest > limits.adaptive * usual:
+        how = f"{SLOWEST:g} x the longest yet, {seen.slowest:.3g} s"
+    how += f", within {declared.shortest:g} to {declared.longest:g} s"
+    return min(max(most, declared.shortest), declared.longest), how
+
+
+def _idles_in_first_pass(seen: ReplicaSighting, limits: Limits, since: float) -> tuple[float, str] | None:
+    """When that has lasted too long, and how: there is no grace for who neither compiles nor packs. Only as long as
+    loads say so."""
+    declared, activity = seen.declared, seen.activity
+    if not seen.first_pass or declared.name not in _WARMED or activity.idle_since is None or activity.at is None:
+        return None
+    if activity.at < seen.last_heard - GAP:
+        return None
+    if seen.usual is None:
+        most = max(declared.shortest, IDLE_FIRST * declared.longest)
+        how = f"no usual duration yet, {IDLE_FIRST:g} of {declared.longest:g} s"
+    else:
+        most, how = _usual(seen, limits)
+    return max(since, activity.idle_since) + most, f"{most:.4g} s of idleness ({how})"
 
 
 def _grace(seen: ReplicaSighting, limits: Limits) -> float:

@@ -30,7 +30,11 @@ PROMPT = 5.0
 IDLE_SHARE = 0.5
 """of ``limits.probe`` has who is asked while idle: nothing lies before its question"""
 AT_WORK = 10.0
-"""times ``limits.probe`` has who is asked while its GPU works: the question lies behind a long prefill"""
+"""times ``limits.probe`` has who is asked while its GPU works: the question lies behind a long prefill; as long has who
+merely waits while its CPU or GPU works, as it writes its logs or cleans up first"""
+SPINS_FIRST = 10.0
+"""times ``limits.probe`` has who is asked in a first pass while its GPU spins: what warms up, captures or tunes kernels
+uses tensor cores now and then"""
 AGAIN = 0.25
 """of ``limits.probe`` after which an unanswered question is put again: it may have been lost"""
 RESTS = 120.0
@@ -90,8 +94,9 @@ def _must_answer(seen: ReplicaSighting) -> bool:
 
 
 def _silent_at(seen: ReplicaSighting, limits: Limits) -> float:
-    """By time alone: much sooner where tokens usually come by the second."""
-    if seen.usual is None:
+    """By time alone: much sooner where tokens usually come by the second. Not where nobody tells loads: nothing could
+    then tell a long prefill, which answers late, from a hang."""
+    if seen.usual is None or seen.activity.at is None:
         return _long_silent_at(seen, limits)
     return min(_long_silent_at(seen, limits), seen.clock + _pass(seen) * max(EARLY, limits.adaptive * seen.usual))
 
@@ -176,16 +181,17 @@ def suspected(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 
 
 def _answers_by(seen: ReplicaSighting, limits: Limits, asked_at: float) -> float:
-    if loops(seen):
-        return asked_at + limits.probe  # whoever waits is idle
+    activity = seen.activity
+    told = activity.at is not None and activity.at >= asked_at
+    if loops(seen):  # whoever waits is idle, unless loads say otherwise
+        return asked_at + limits.probe * (AT_WORK if told and (activity.works or activity.hosts) else 1.0)
     if _idle_since(seen, asked_at):
         return asked_at + limits.probe * (1.0 if seen.first_pass else IDLE_SHARE)
+    if told and activity.spins_since is not None and activity.spins_since <= asked_at:
+        return asked_at + limits.probe * (SPINS_FIRST if seen.first_pass else 1.0)  # a prefill works its tensor cores
     if seen.first_pass:
         return inf  # it loads, or compiles: time judges that
-    at, spins = seen.activity.at, seen.activity.spins_since
-    if spins is not None and spins <= asked_at:
-        return asked_at + limits.probe  # a prefill works its tensor cores
-    if seen.activity.works and at is not None and at >= asked_at:
+    if told and activity.works:
         return max(asked_at, _long_silent_at(seen, limits)) + AT_WORK * limits.probe
     return asked_at + limits.probe
 

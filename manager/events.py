@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from rrl.health.lessons import Lesson
 from rrl.manager.actions import Decision, Outside
 from rrl.manager.cluster import AllocationSeen, NodeSeen
 from rrl.spec.faults import Fault, FaultKind
@@ -220,6 +221,14 @@ class StacksTaken(Struct, frozen=True, tag=True):
     """with all of them, relative to the run directory; empty: none could be kept"""
 
 
+class Learned(Struct, frozen=True, tag=True):
+    """What is usual of each role, all of it, where it is noticeably another than recorded before: the next manager
+    would have to learn it anew, and take a hang for a slow step meanwhile."""
+
+    lessons: dict[str, Lesson]
+    """by role"""
+
+
 class RunEnded(Struct, frozen=True, tag=True):
     """Last record: everything is given back."""
 
@@ -230,7 +239,7 @@ class RunEnded(Struct, frozen=True, tag=True):
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | Done | Decided | AllocationChanged | NodeChanged
     | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | FirstWorkDone | VersionHeld | StepCommitted
-    | FindingChanged | FaultInjected | Commanded | Ordered | Resumed | TokensSeen | StacksTaken | RunEnded
+    | FindingChanged | FaultInjected | Commanded | Ordered | Resumed | TokensSeen | StacksTaken | Learned | RunEnded
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Findings:
         self._state, self._record, self._now = state, record, now
         self._detected: Sequence[Finding] = ()
         self._silent: Mapping[Life, tuple[NodeName, float]] = {}
+        self._absent: Mapping[NodeName, float] = {}
         self._said = Said()
         self._memory = Memory()
         self._told: dict[str, Finding] = {}
@@ -52,10 +53,13 @@ class Findings:
                 self._told[key] = finding
         self._memory = remembered(recorded.values(), self._now())
 
-    def detected(self, findings: Sequence[Finding], silent: Mapping[Life, tuple[NodeName, float]]) -> float:
-        """All that the detectors find now, and who else is not heard (:func:`rrl.health.presence.unheard`). Returns
-        when (s) to tell again though nothing is found anew."""
-        self._detected, self._silent = findings, silent
+    def detected(
+        self, findings: Sequence[Finding], silent: Mapping[Life, tuple[NodeName, float]],
+        absent: Mapping[NodeName, float] = {},
+    ) -> float:  # fmt: skip
+        """All that the detectors find now, and who else is not heard (:func:`rrl.health.presence.unheard`), nor which
+        nodes (:func:`rrl.health.node_loss.absent`). Returns when (s) to tell again though nothing is found anew."""
+        self._detected, self._silent, self._absent = findings, silent, absent
         return self.tell()
 
     def greeted(self, hello: AgentHello, *also: Finding) -> None:
@@ -107,4 +111,5 @@ class Findings:
         kinds = {role.name for role in state.job.kind("rollout")}
         rollouts = {one.life for one in working if one.role in kinds and one.status is Status.JOINED}
         left = {name for name, node in state.nodes.items() if node.excluded is not None}
-        return Here(held, {one.node for one in working if one.node is not None}, rollouts, left, self._silent)
+        occupied = {one.node for one in working if one.node is not None}
+        return Here(held, occupied, rollouts, left, self._silent, self._absent)

@@ -187,6 +187,10 @@ def _stacks_taken(state: State, at: float, event: ev.StacksTaken) -> State:
     return state
 
 
+def _learned(state: State, at: float, event: ev.Learned) -> State:
+    return replace(state, lessons=event.lessons)
+
+
 def _run_ended(state: State, at: float, event: ev.RunEnded) -> State:
     return replace(state, outcome=event.outcome, why=event.why, ended=at)
 
@@ -214,5 +218,6 @@ _FOLD: dict[type, _Fold] = {
     ev.Resumed: resumed,
     ev.TokensSeen: _tokens_seen,
     ev.StacksTaken: _stacks_taken,
+    ev.Learned: _learned,
     ev.RunEnded: _run_ended,
 }

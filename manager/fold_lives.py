@@ -41,14 +41,14 @@ def launched(state: State, at: float, action: Launch) -> State:
             first, pid, host = held.first, held.pid, held.host
             state = with_replica(
                 state, before.replica, status=Status.WANTED, since=at, step=None, first=None, pid=None, host="",
-                phase="", listens=None, serves=None, prefer=None,
+                phase="", passed=(), listens=None, serves=None, prefer=None,
             )  # fmt: skip
             state = _cleared(state, before)
     return with_replica(
         state, action.life.replica, status=Status.LAUNCHING, incarnation=action.life.incarnation, since=at,
         node=action.node, allocation=action.allocation, step=action.step, first=first, pid=pid, host=host, phase="",
-        phase_since=at, waits_for=None, listens=None, serves=None, holds=None, prefer=None, shadow=before, commits=0,
-        fault="",
+        phase_since=at, passed=(), waits_for=None, listens=None, serves=None, holds=None, prefer=None, shadow=before,
+        commits=0, fault="",
     )  # fmt: skip
 
 
@@ -229,8 +229,10 @@ def step_ended(state: State, at: float, event: ev.StepEnded) -> State:
 
 
 def phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
+    held = state.replica(event.life.replica)
+    passed = held.passed if held.phase in ("", event.phase, *held.passed) else (*held.passed, held.phase)
     return with_replica(
-        state, event.life.replica, phase=event.phase, phase_since=at, waits_for=event.waits_for
+        state, held.id, phase=event.phase, phase_since=at, passed=passed, waits_for=event.waits_for
     )
 
 

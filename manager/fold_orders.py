@@ -51,7 +51,7 @@ def resumed(state: State, at: float, event: ev.Resumed) -> State:
         state, job=event.job, replicas=replicas, past={id: n for id, n in known.items() if id not in replicas},
         launched=False, ended=None, outcome=None, verdict=None, why="", cancelled_by="", keep=False, asked_since=None,
         running_since=at if held else None, nodes=nodes, allocations=allocations, findings={}, intents={}, refusals=(),
-        taken_back={}, emptied=(), lingering={}, ordered=(), restarts={}, marks={}, wholes=(),
+        taken_back={}, emptied=(), lingering={}, ordered=(), restarts={}, marks={}, wholes=(), lessons={},
     )  # fmt: skip
 
 

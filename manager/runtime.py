@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from rrl.health.guards import detect
+from rrl.health.node_loss import absent
 from rrl.health.presence import unheard
 from rrl.health.sightings import Watch
 from rrl.manager import ballast, resuming
@@ -45,6 +46,7 @@ from rrl.manager.hearing import Ear
 from rrl.manager.journal import Journal
 from rrl.manager.lease import Lease, LeaseLost
 from rrl.manager.ledger import write_summary
+from rrl.manager.lessons import Lessons
 from rrl.manager.log_collector import LogCollector
 from rrl.manager.looking import HUNGRY, Eye
 from rrl.manager.mailbox import letters, taken
@@ -269,9 +271,10 @@ class Manager:
         """Findings that changed become events. Returns when to look again."""
         limits, now = self.state.job.limits, self.now()
         detected, again = detect(self._watch, limits, now)
+        self._lessons.consider(now)
         findings, suspected = self._suspicion.consider(detected)
-        silent = unheard(findings, self._watch, limits, now)
-        return min(again, suspected, self._ear.findings.detected(findings, silent))
+        silent, gone = unheard(findings, self._watch, limits, now), absent(findings, self._watch, limits, now)
+        return min(again, suspected, self._ear.findings.detected(findings, silent, gone))
 
     async def _act(self) -> tuple[float, bool]:
         """Plan to the fixpoint, journal, then do. Returns the plan's wake and whether the run is over."""
@@ -416,10 +419,13 @@ class Manager:
     # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
     async def _adopt(self) -> None:
         """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
+        self._watch.heed(self.state.job.limits)
+        self._lessons = Lessons(self._watch, self.state.lessons, self.record)
         for replica in self.state.replicas.values():
             if replica.believed and replica.node is not None:
                 told = replica.shadow if replica.status is Status.LAUNCHING else None
                 self._watch.launched(replica.life, replica.node, self.now(), told, self.state.job.recovery.adopt)
+                self._watch.adopted(replica.life, replica.passed)
                 if replica.step is None:  # its end is recorded, and nothing was concluded from it yet
                     self._ear.ended_before(replica.life)
         await self._ear.exit_records()

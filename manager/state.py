@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from rrl.health.lessons import Lesson
 from rrl.manager.actions import Finish, Outside, Request
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen
 from rrl.manager.rewards import Rewards
@@ -95,6 +96,8 @@ class Replica(Struct, frozen=True):
     host: str = ""
     phase: str = ""
     phase_since: float = 0.0
+    passed: tuple[str, ...] = ()
+    """phases that its newest life has left"""
     waits_for: ReplicaId | None = None
     listens: str | None = None
     serves: str | None = None
@@ -285,6 +288,8 @@ class State(Struct, frozen=True):
     allocations: dict[str, Allocation] = {}
     findings: dict[str, Finding] = {}
     """by Finding.key; only WARN and FAIL about living things"""
+    lessons: dict[str, Lesson] = {}
+    """what is usual, by role"""
     intents: dict[str, Open] = {}
     """intended, result not yet known; by the action's tag"""
     refusals: tuple[Refusal, ...] = ()

@@ -13,18 +13,22 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
 
 import msgspec
 
 from rrl.health.hardware import judge, pending, tells_nothing
+from rrl.health.hardware_past import hardware_of, recall
 from rrl.health.readers import ReaderOptions
 from rrl.health.readers.keeper import Keeper
 from rrl.health.readings import DcgmData, Gpu, NvmlData
 from rrl.health.seen import EVERY, Seen
 from rrl.roles.environment import boot_id, slurms_gpus
+from rrl.roles.hardware_file import keep_past, load_past
 from rrl.roles.looked_after import readers_of
 from rrl.spec.health_checks import Rules, RulesError, load_rules
 from rrl.spec.launch import LAUNCH_ENV, Launch
+from rrl.spec.rundir import RunDir
 from rrl.spec.words import Cause, Evidence, Finding, Remedy, Verdict
 from rrl.transport.messages import Found
 
@@ -34,6 +38,8 @@ MOST = 256
 """findings of one Hello: what is larger than the manager takes would cut the agent off"""
 FRESH = 10.0
 """s after which a reading says nothing of how busy a GPU is"""
+RECALL = 5.0
+"""s that storage has to say what an earlier agent saw here: a node that waits for it helps nobody"""
 _MOUNTS = ("/tmp", "/dev/shm")
 
 
@@ -51,6 +57,10 @@ class NodeHealth:
         self._seen.uid = os.getuid()
         with contextlib.suppress(OSError):
             self._seen.boot = boot_id()
+        self._file = RunDir(Path(launch.run_dir)).hardware_file(launch.node)
+        self._kept = hardware_of(self._seen)
+        """as it was written last"""
+        self._keeping: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._found: dict[str, Finding] = {finding.key: finding for finding in self._own}
         """by key, as of the newest reading"""
@@ -65,6 +75,7 @@ class NodeHealth:
         """Returns when each reader has read and no check waits for a second look, or after ``within`` s. ``vacant``: no
         step of ours lives here, so that nobody may use the GPUs. Raises nothing: without readers the agent goes on, and
         says so."""
+        await self._recall()
         try:
             await self._keeper.start()
         except Exception as error:  # whatever it is, the agent's beat is worth more
@@ -137,11 +148,26 @@ class NodeHealth:
         """Every reading is judged: checks count how often they saw something."""
         while True:
             self._seen.add(await self._keeper.next())
+            self._keep()
             judged = judge(self._seen, self._launch.node, self._expecting(), self.now())
             found = {finding.key: finding for finding in (*self._own, *judged) if _is_told(finding)}
             if self._admitting or found != self._found:
                 self._found = found
                 self._news.set()
+
+    async def _recall(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            past = await asyncio.wait_for(asyncio.to_thread(load_past, self._file), RECALL)
+            if past is not None:
+                recall(self._seen, past)
+                self._kept = hardware_of(self._seen)
+
+    def _keep(self) -> None:
+        """Storage may hang: it is written beside everything else, and once at a time."""
+        past = hardware_of(self._seen)
+        if past.boot and past != self._kept and (self._keeping is None or self._keeping.done()):
+            self._kept = past
+            self._keeping = asyncio.create_task(asyncio.to_thread(keep_past, self._file, past))
 
     def _all_said(self) -> bool:
         return all(name in self._seen.newest for name in self._names) and not pending(self._seen)

@@ -80,6 +80,8 @@ class Hysteresis(Struct, frozen=True, forbid_unknown_fields=True):
 class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     ecc_corrected: int = 50_000_000
     """volatile corrected ECC errors above which is warned (gcm)"""
+    ecc_corrected_rate: float = 100.0
+    """a second, over a minute, above which is warned (ours: so many reach gcm's 50 million within six days)"""
     retired_pages: int = 10
     """pages above which is warned, of GPUs before Ampere (gcm)"""
     retired_pages_most: int = 63
@@ -101,6 +103,9 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     reclaim: int = 10
     """looks in a row, a second apart, for which a GPU may still be held before a role starts (gcm: 3 retries of 3 s):
     what ended just now gives its memory back slowly"""
+    unknown_error: int = 10
+    """readings in a row for which NVML says "Unknown Error" of a GPU until it is out (ours: a call fails so now and
+    then, and the GPU works on; what is lost for good says so in other words)"""
 
 
 class LinkRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,6 +119,9 @@ class LinkRules(Struct, frozen=True, forbid_unknown_fields=True):
     """CRC errors a second at which a link is out (DCGM)"""
     pcie_replays: tuple[float, ...] = (0.15, 0.3, 0.48, 0.96, 1.92, 3.84)
     """replays a minute and lane that are usual, of PCIe generations 1 to 6 (DCGM)"""
+    fabric_registers: float = 120.0
+    """s that a GPU may take to register with the NVLink fabric after a boot or a reset (ours: the fabric manager trains
+    all links first)"""
 
 
 class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,11 +151,16 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     """s in which link flaps are counted [5a: 1 h]"""
     flaps: int = 3
     """of one InfiniBand port within it: out [5a: three times in 1 h]"""
+    hung_window: float = 3600.0
+    """s for which is told that the kernel called a task hung (ours)"""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
     """devices whose I/O errors mean nothing: virtual CDs and floppies (ours)"""
 
 
 class FabricRules(Struct, frozen=True, forbid_unknown_fields=True):
+    link_downs: int = 2
+    """link_downed within an hour from which a port is out (ours; NVSentinel: any. Programs outlive a link that is down
+    for a moment, and of one that stays down its state tells)"""
     symbol_errors_hour: int = 120
     """an hour, above which a port is out (NVSentinel)"""
     symbol_errors: float = 10.0
@@ -185,9 +198,10 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
-    hung: int = 3
-    """deadlines in a row that NVML does not answer, after which a process stuck in the driver condemns the node [5a:
-    three polls]"""
+    stall: float = 60.0
+    """s from its first missed deadline for which NVML does not answer until a second witness of the driver condemns the
+    node, and for which DCGM does not until it is one (ours; 5a: 45 s. A reset of somebody else's GPU holds the driver's
+    lock for some 40 s)"""
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -52,6 +52,8 @@ class RunDir:
         """the same, once a manager has taken it"""
         self.steps = path / "steps"
         """``<tag>.launch`` (what to start) and ``<tag>.exit`` (how it ended)"""
+        self.hardware = path / "hardware"
+        """``<node>.json``: what its agent has seen there, for the next one; made by whoever writes first"""
         self.logs = path / "logs"
         self.stacks = path / "stacks"
         """``<life>-<epoch>.<n>.txt``, 0600: what the processes of a suspect and of its gang were doing"""
@@ -86,6 +88,9 @@ class RunDir:
 
     def exit_file(self, tag: str) -> Path:
         return self.steps / f"{tag}.exit"
+
+    def hardware_file(self, node: str) -> Path:
+        return self.hardware / f"{node}.json"
 
     def log_file(self, tag: str) -> Path:
         return self.logs / f"{tag}.log"

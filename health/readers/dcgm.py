@@ -41,6 +41,7 @@ class DcgmReader:
         self._incidents: tuple[DcgmIncident, ...] = ()
         self._health_unread = ""
         self._health_due = 0.0
+        self._health_at: float | None = None
         self._diagnosed: tuple[DcgmIncident, ...] | str | None = None
         self.within = 20.0 + (_DIAG_WITHIN if options.diag else 0.0)
 
@@ -58,11 +59,12 @@ class DcgmReader:
                 raise Absent(f"no dcgm-exporter ({unread['exporter']}), and {self._options.dcgmi} is not installed")
             unread["health"] = f"{self._options.dcgmi} is not installed"
         elif time.monotonic() >= self._health_due:
-            self._health_due = time.monotonic() + HEALTH_EVERY
+            self._health_at = time.monotonic()
+            self._health_due = self._health_at + HEALTH_EVERY
             self._check(program)
         if program is not None and self._health_unread:
             unread["health"] = self._health_unread
-        return DcgmData(gpus, self._incidents + self._diag(program, unread), unread)
+        return DcgmData(gpus, self._incidents + self._diag(program, unread), unread, self._health_at)
 
     def close(self) -> None:
         pass

@@ -33,8 +33,9 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # linux arch/x86/kernel/cpu/mce/core.c, drivers/firmware/efi/cper.c (``{1}[Hardware Error]: ...``)
     ("mce", rb"\[Hardware Error\]: "),
     ("mce", rb"mce: .*Machine check events logged"),
-    # linux drivers/edac/edac_mc.c: ``EDAC MC0: 1 UE memory read error on CPU_SrcID#0_...``
-    ("mce", rb"(?P<device>EDAC MC\d+): \d+ [CU]E "),
+    ("mce", rb"mce: Uncorrected hardware memory error in "),
+    # linux drivers/edac/edac_mc.c: ``EDAC MC0: 1 UE memory read error on CPU_SrcID#0_...``; older without number
+    ("mce", rb"(?P<device>EDAC MC\d+): (?:\d+ )?[CU]E "),
     # linux mm/memory-failure.c: ``Memory failure: 0x12345: recovery action for ...``
     ("mce", rb"Memory failure: 0x[0-9a-f]+: "),
     # linux mm/oom_kill.c: ``Out of memory: Killed process 123 (python) total-vm:...``, ``Memory cgroup out of ...``

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.idleness import LOADS, STILL
+from rrl.health.idleness import LIES, LOADS, STILL
 from rrl.spec.phases import PHASES
 from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
 from rrl.tests.health.test_suspicion import until_found
@@ -294,12 +294,40 @@ def test_a_pause_of_half_a_minute_is_no_hang_and_does_not_add_up() -> None:
         assert trace.found() == set()
 
 
-def test_progress_is_progress_however_idle_it_looks() -> None:
+def tells_of_progress(trace: Trace, seconds: float) -> None:
+    """Every few seconds, whatever it does."""
+    for _ in range(int(seconds / 4)):
+        trace.done[TRAINER] = trace.done.get(TRAINER, 0) + 1
+        trace.play(4)
+
+
+def test_progress_is_progress_for_long_however_idle_it_looks() -> None:
     trace = training()
     loads(trace, r0=IDLE)
-    for step in range(20):
-        trace.play(LIMITS.idle / 2)
-        trace.done[TRAINER] = step + 1
+    tells_of_progress(trace, LIES * LIMITS.idle - 10)
+    assert trace.found() == set()
+    trace.enter(TRAINER, "publish")
+    trace.enter(TRAINER, "train")
+    tells_of_progress(trace, LIES * LIMITS.idle - 10)
+    assert trace.found() == set()
+
+
+def test_who_tells_of_progress_in_a_step_and_does_nothing_for_far_longer_hangs() -> None:
+    trace = training()
+    loads(trace, r0=IDLE)
+    tells_of_progress(trace, LIES * LIMITS.idle + 10)
+    assert trace.found() == {fail("idle_hang", TRAINER)}
+    text = "phase train: neither its CPU nor its GPU works for 300 s and more, though it tells of progress"
+    assert trace.only().evidence[0].text == text
+    assert LIES * LIMITS.idle <= ROBUSTRL
+
+
+def test_whose_gpu_never_ran_a_kernel_works_elsewhere_and_its_progress_is_believed() -> None:
+    trace = Trace().node("n0", TRAINER, phase="publish")
+    trace.loads[TRAINER] = IDLE
+    trace.learn(TRAINER, "train", 20.0)
+    trace.enter(TRAINER, "train")
+    tells_of_progress(trace, 3000)
     assert trace.found() == set()
 
 

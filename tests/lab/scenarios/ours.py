@@ -13,11 +13,15 @@ import msgspec
 from rrl.health.correlation import Here, Memory, correlate
 from rrl.health.guards import detect
 from rrl.health.hardware import judge
+from rrl.health.hardware_past import HardwarePast, hardware_of, recall
+from rrl.health.node_loss import absent
 from rrl.health.presence import unheard
 from rrl.health.readings import Reading
 from rrl.health.seen import Seen
 from rrl.health.sightings import Watch
 from rrl.health.suspicion import to_probe
+from rrl.manager.events import Learned
+from rrl.manager.lessons import Lessons
 from rrl.manager.node_health import heeded
 from rrl.spec.health_checks import Rules
 from rrl.spec.jobview import HealthView, Limits, PhaseView
@@ -65,8 +69,14 @@ class Ours:
         self._tensors: dict[Life, tuple[float, float]] = {}
         self._watch = Watch()
         self._watch.heed(self._limits)
+        self._journal = Learned({})
+        """what is usual, as recorded last"""
+        self._lessons = Lessons(self._watch, {}, self._record)
         self._memory = Memory()
         self._seen: dict[NodeName, Seen] = {}
+        self._past: dict[NodeName, HardwarePast] = {}
+        """what agents that are gone had seen"""
+        self._boots: dict[NodeName, str] = {}
         self._said: dict[NodeName, dict[str, Finding]] = {}
         self._fresh: set[NodeName] = set()
         """nodes with a reading that their agent has not judged yet"""
@@ -110,6 +120,7 @@ class Ours:
 
     def agent(self, node: NodeName, life: Life, now: float, boot: str = "") -> None:
         self._watch.agent_heard(node, life, now, boot)
+        self._boots[node] = boot or self._boots.get(node, "")
         self._speaks[node] = now
 
     def alive(self, life: Life, now: float) -> None:
@@ -157,8 +168,10 @@ class Ours:
     # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, life: Life, now: float) -> None:
         self._watch.forget(life)
-        if role_of(life.replica) == AGENT:  # what it had seen goes with it
-            self._seen.pop(NodeName(index_of(life.replica)), None)
+        if role_of(life.replica) == AGENT:  # what it had seen goes with it, but for what it has written
+            node = NodeName(index_of(life.replica))
+            if (seen := self._seen.pop(node, None)) is not None:
+                self._past[node] = hardware_of(seen)
         self._news = True
 
     def forget_node(self, node: NodeName, now: float) -> None:
@@ -168,11 +181,17 @@ class Ours:
         self._news = True
 
     def restarted(self, believed: Believed, now: float) -> None:
-        self._watch, self._memory = Watch(), Memory()
+        before, self._watch, self._memory = self._watch.replicas, Watch(), Memory()
         self._watch.heed(self._limits)
+        self._lessons = Lessons(self._watch, self._journal.lessons, self._record)
         for life, node in believed:
             self._watch.launched(life, node, now)
+            if (seen := before.get(life.replica)) is not None and seen.life == life:
+                self._watch.adopted(life, seen.passed)
         self._news = True
+
+    def _record(self, learned: Learned) -> None:
+        self._journal = learned
 
     def paused(self, now: float) -> None:
         self._watch.restart(now)
@@ -182,6 +201,9 @@ class Ours:
     def reading(self, node: NodeName, reading: Reading, now: float) -> None:
         if (seen := self._seen.get(node)) is None:
             seen = self._seen[node] = Seen(self._rules.xid.burst)
+            seen.boot = self._boots.get(node, "")
+            if node in self._past:
+                recall(seen, self._past[node])
         seen.add(reading)
         self._fresh.add(node)
 
@@ -220,6 +242,7 @@ class Ours:
             return self._found
         self._news = False
         self._raw, self._again = detect(self._watch, self._limits, now)
+        self._lessons.consider(now)
         said = [one for found in self._said.values() for one in found.values()]
         every = [one for finding in (*self._raw, *said) if (one := heeded(finding, self._view)) is not None]
         self._found, self._memory, again = correlate(every, self._here(now), self._memory, now)
@@ -232,4 +255,5 @@ class Ours:
         working = [one for one in self._watch.replicas.values() if role_of(one.life.replica) != AGENT]
         joined = {one.life for one in working if one.status == "joined" and role_of(one.life.replica) in self._rollouts}
         return Here(len(self._watch.nodes), {one.node for one in working}, joined,
-                    silent=unheard(self._raw, self._watch, self._limits, now))  # fmt: skip
+                    silent=unheard(self._raw, self._watch, self._limits, now),
+                    absent=absent(self._raw, self._watch, self._limits, now))  # fmt: skip

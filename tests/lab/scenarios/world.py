@@ -196,13 +196,13 @@ class World:
         if member.outbox or now < member.node.cut or now < member.mute or now < member.late_until or self.deaf:
             self._say(member, "beat", self._told(gang, member, stands))
             self._deliver(member)
-            return
-        if not member.welcomed:
-            member.welcomed = True
-            self.judge.hello(member.life, member.node.name, gang.beat.phase, now)
-        phase, done, waits_for = self._told(gang, member, stands)
-        self.judge.beat(member.life, phase, done, waits_for, now)  # type: ignore[arg-type]
-        if self._ticks % LOADS_EVERY == 0:
+        else:
+            if not member.welcomed:
+                member.welcomed = True
+                self.judge.hello(member.life, member.node.name, gang.beat.phase, now)
+            phase, done, waits_for = self._told(gang, member, stands)
+            self.judge.beat(member.life, phase, done, waits_for, now)  # type: ignore[arg-type]
+        if self._ticks % LOADS_EVERY == 0 and now >= member.node.cut and not self.deaf:  # its agent tells them
             told = self.scenario.cluster.loads and member.node.agent_speaks(now)
             self.judge.load(member.life, gang.loads(member, now), member.gpus > 0, told, now)
 
