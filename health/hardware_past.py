@@ -10,6 +10,8 @@ from rrl.health.seen import Seen
 class HardwarePast(Struct, frozen=True):
     boot: str
     """id of the boot that it is of: another one may well bring other hardware up"""
+    job: str = ""
+    """of the cluster, in which its node is ours: another one may be given other GPUs of it, and comes later"""
     gpus: int = 0
     """the most that were there"""
     hcas: tuple[str, ...] = ()
@@ -18,14 +20,14 @@ class HardwarePast(Struct, frozen=True):
     """by GPU's UUID"""
 
 
-def hardware_of(seen: Seen) -> HardwarePast:
+def hardware_of(seen: Seen, job: str = "") -> HardwarePast:
     links = {gpu: tuple(sorted(up)) for gpu, up in sorted(seen.links_up.items())}
-    return HardwarePast(seen.boot, seen.most_gpus, tuple(sorted(seen.hcas)), tuple(sorted(seen.ports_up)), links)
+    return HardwarePast(seen.boot, job, seen.most_gpus, tuple(sorted(seen.hcas)), tuple(sorted(seen.ports_up)), links)
 
 
-def recall(seen: Seen, past: HardwarePast) -> None:
-    """Of the same boot, or nothing."""
-    if not seen.boot or past.boot != seen.boot:
+def recall(seen: Seen, past: HardwarePast, job: str = "") -> None:
+    """Of the same boot and job, or nothing."""
+    if not seen.boot or (past.boot, past.job) != (seen.boot, job):
         return
     seen.most_gpus = max(seen.most_gpus, past.gpus)
     seen.hcas.update(past.hcas)

@@ -18,8 +18,8 @@ from rrl.spec.words import Cause, Remedy, Verdict
 AT_WORK = 6.0
 """times its deadline has whose GPU (without one: CPU) is seen at work: it is slow, not hung"""
 BLIND = 7200.0
-"""s, the most that a GPU at work earns beyond its deadline's own length in training where nobody sees tensor cores: it
-may be kept by a collective that waits for ever"""
+"""s, the most to which work of a GPU raises a deadline in training where nobody has seen its tensor cores: a collective
+that waits for ever looks the same, and an evaluation rarely lasts longer"""
 IDLE_FIRST = 0.25
 """of ``longest`` may who is idle be in a first pass of ``_WARMED``, where nothing usual is known: 15 min by default"""
 _WARMED = ("publish", "score")

@@ -187,8 +187,8 @@ def _answers_by(seen: ReplicaSighting, limits: Limits, asked_at: float) -> float
         return asked_at + limits.probe * (AT_WORK if told and (activity.works or activity.hosts) else 1.0)
     if _idle_since(seen, asked_at):
         return asked_at + limits.probe * (1.0 if seen.first_pass else IDLE_SHARE)
-    if told and activity.spins_since is not None and activity.spins_since <= asked_at:
-        return asked_at + limits.probe * (SPINS_FIRST if seen.first_pass else 1.0)  # a prefill works its tensor cores
+    if told and activity.spins_since is not None:  # a prefill works its tensor cores, of which one hears late
+        return max(asked_at, activity.spins_since) + limits.probe * (SPINS_FIRST if seen.first_pass else 1.0)
     if seen.first_pass:
         return inf  # it loads, or compiles: time judges that
     if told and activity.works:

@@ -46,7 +46,7 @@ from rrl.manager.hearing import Ear
 from rrl.manager.journal import Journal
 from rrl.manager.lease import Lease, LeaseLost
 from rrl.manager.ledger import write_summary
-from rrl.manager.lessons import Lessons
+from rrl.manager.lessons import Lessons, inherit
 from rrl.manager.log_collector import LogCollector
 from rrl.manager.looking import HUNGRY, Eye
 from rrl.manager.mailbox import letters, taken
@@ -58,7 +58,7 @@ from rrl.manager.planner import plan
 from rrl.manager.planner.ending import said_at_the_end
 from rrl.manager.planner.wiring import Wiring, wire
 from rrl.manager.saying import say
-from rrl.manager.state import State, Status
+from rrl.manager.state import State
 from rrl.manager.suspicion import Suspicion
 from rrl.manager.tokens import Tokens
 from rrl.spec.jobview import JobView
@@ -419,15 +419,11 @@ class Manager:
     # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
     async def _adopt(self) -> None:
         """Everything believed is believed to live, with full grace from now; open intents go on being settled."""
-        self._watch.heed(self.state.job.limits)
+        inherit(self._watch, self.state, self.now())
         self._lessons = Lessons(self._watch, self.state.lessons, self.record)
         for replica in self.state.replicas.values():
-            if replica.believed and replica.node is not None:
-                told = replica.shadow if replica.status is Status.LAUNCHING else None
-                self._watch.launched(replica.life, replica.node, self.now(), told, self.state.job.recovery.adopt)
-                self._watch.adopted(replica.life, replica.passed)
-                if replica.step is None:  # its end is recorded, and nothing was concluded from it yet
-                    self._ear.ended_before(replica.life)
+            if replica.believed and replica.node is not None and replica.step is None:
+                self._ear.ended_before(replica.life)  # its end is recorded, and nothing was concluded from it yet
         await self._ear.exit_records()
         self._ear.findings.adopt()
         for intent in list(self.state.intents.values()):

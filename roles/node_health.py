@@ -58,7 +58,8 @@ class NodeHealth:
         with contextlib.suppress(OSError):
             self._seen.boot = boot_id()
         self._file = RunDir(Path(launch.run_dir)).hardware_file(launch.node)
-        self._kept = hardware_of(self._seen)
+        self._job = os.environ.get("SLURM_JOB_ID", "")
+        self._kept = hardware_of(self._seen, self._job)
         """as it was written last"""
         self._keeping: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -159,12 +160,12 @@ class NodeHealth:
         with contextlib.suppress(TimeoutError):
             past = await asyncio.wait_for(asyncio.to_thread(load_past, self._file), RECALL)
             if past is not None:
-                recall(self._seen, past)
-                self._kept = hardware_of(self._seen)
+                recall(self._seen, past, self._job)
+                self._kept = hardware_of(self._seen, self._job)
 
     def _keep(self) -> None:
         """Storage may hang: it is written beside everything else, and once at a time."""
-        past = hardware_of(self._seen)
+        past = hardware_of(self._seen, self._job)
         if past.boot and past != self._kept and (self._keeping is None or self._keeping.done()):
             self._kept = past
             self._keeping = asyncio.create_task(asyncio.to_thread(keep_past, self._file, past))

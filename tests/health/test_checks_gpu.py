@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.readings import GpuProcess, HostData, NvLink, NvmlData, Stuck
+from rrl.health.readings import GpuProcess, HostData, KernelEvent, NvLink, NvmlData, Stuck
 from rrl.health.seen import EVERY
 from rrl.spec.health_checks import Expect, GpuRules, Rules
 from rrl.spec.words import Cause, Remedy, Verdict
@@ -98,6 +98,21 @@ def test_a_condemned_gpu_stays_so_while_its_reading_is_missing_and_is_trusted_af
 
 
 # ── there at all ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_unknown_error_of_every_gpu_at_once_is_what_a_changed_cgroup_does() -> None:
+    gone = [gpu(i, lost="Unknown Error") for i in range(2)]
+    found = LookedAt().gpus(times=2).gpus(*gone, times=60).one("gpu_lost")
+    assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.SOFTWARE, Remedy.SUPPORT)
+
+
+def test_unknown_error_of_one_gpu_condemns_if_it_stays_and_what_is_lost_at_once() -> None:
+    node = LookedAt().gpus(times=2).gpus(gpu(0, lost="Unknown Error"), times=9)
+    assert node.verdict("gpu_lost") is Verdict.WARN
+    found = node.gpus(gpu(0, lost="Unknown Error")).one("gpu_lost")
+    assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, False)
+    lost = [gpu(i, lost="GPU is lost") for i in range(2)]
+    assert {one.proof for one in LookedAt().gpus(*lost).of("gpu_lost")} == {True}
+
+
 def test_fewer_gpus_than_expected_condemn_and_none_expected_says_nothing() -> None:
     found = LookedAt(EIGHT).gpus().one("gpu_count")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.EXCLUDE, True)
@@ -125,6 +140,26 @@ def test_aggregate_ecc_errors_of_the_past_are_no_failure_and_new_ones_are() -> N
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
     node.gpus(gpu(0, **{**old, "ecc_aggregate_uncorrected": 13}))
     assert node.verdict("gpu_ecc_uncorrected") is Verdict.FAIL
+
+
+def test_an_aggregate_that_blinks_has_not_grown_and_one_beyond_what_it_was_has() -> None:
+    def told(total: int) -> Any:
+        return gpu(0, ecc_aggregate_uncorrected=total)
+
+    node = LookedAt().gpus(told(7), times=3).gpus(told(0), times=40).gpus(told(7), times=3)
+    assert node.verdict("gpu_ecc_uncorrected") is Verdict.OK
+    assert node.gpus(told(8)).verdict("gpu_ecc_uncorrected") is Verdict.FAIL
+
+
+def test_corrected_errors_that_come_fast_are_told_and_a_trickle_is_not() -> None:
+    for rate, verdict in ((10, Verdict.OK), (200, Verdict.WARN)):
+        node = LookedAt()
+        for second in range(120):
+            node.gpus(gpu(0, ecc_volatile_corrected=rate * second))
+        assert node.verdict("gpu_ecc_corrected") is verdict
+    assert node.passes(90).gpus(gpu(0, ecc_volatile_corrected=200 * 119), times=2).verdict("gpu_ecc_corrected") is (
+        Verdict.OK
+    )
 
 
 def test_pages_retired_for_double_bit_errors_while_we_look_condemn_from_fifteen_on() -> None:
@@ -243,11 +278,25 @@ def test_a_flood_of_crc_errors_condemns() -> None:
     assert node.verdict("nvlink_errors") is Verdict.FAIL
 
 
-@pytest.mark.parametrize(("state", "status"), [("in_progress", None), ("not_started", None), ("completed", "failure")])
-def test_a_gpu_outside_of_its_fabric_condemns_when_it_stays_so(state: str, status: str | None) -> None:
-    node = LookedAt().gpus(gpu(0, fabric_state=state, fabric_status=status))
+@pytest.mark.parametrize("state", ["in_progress", "not_started"])
+def test_a_gpu_has_two_minutes_to_register_with_its_fabric(state: str) -> None:
+    node = LookedAt().gpus(gpu(0, fabric_state=state, fabric_status=None), times=120)
     assert node.verdict("nvlink_fabric") is Verdict.WARN
-    assert node.gpus(gpu(0, fabric_state=state, fabric_status=status), times=2).verdict("nvlink_fabric") is Verdict.FAIL
+    node.gpus(gpu(0, fabric_state=state, fabric_status=None), times=3)
+    found = node.one("nvlink_fabric")
+    assert (found.verdict, found.remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
+
+
+def test_a_gpu_that_registers_again_has_its_time_again() -> None:
+    node = LookedAt().gpus(gpu(0, fabric_state="in_progress"), times=100).gpus(times=2)
+    assert node.verdict("nvlink_fabric") is Verdict.OK
+    assert node.gpus(gpu(0, fabric_state="in_progress"), times=100).verdict("nvlink_fabric") is Verdict.WARN
+
+
+def test_a_registration_that_failed_condemns_after_three_looks() -> None:
+    node = LookedAt().gpus(gpu(0, fabric_status="failure"), times=2)
+    assert node.verdict("nvlink_fabric") is Verdict.WARN
+    assert node.gpus(gpu(0, fabric_status="failure")).verdict("nvlink_fabric") is Verdict.FAIL
 
 
 def test_a_machine_without_a_fabric_is_well() -> None:
@@ -269,23 +318,42 @@ def test_pcie_replays_are_judged_by_generation_and_lanes(gen: int, lanes: int, u
 
 
 # ── readers that hang ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_hung_nvml_is_unknown_until_another_witness_of_the_driver_hangs() -> None:
+def test_a_hung_nvml_is_unknown_until_another_witness_of_the_driver_hangs_as_long() -> None:
     node = LookedAt().reads(host()).gpus()
-    for _ in range(5):
-        node.cannot("nvml")
+    for _ in range(9):
+        node.cannot("nvml").passes(10)
     assert node.verdict("readers") is Verdict.UNKNOWN
     assert not any(one.verdict is Verdict.FAIL for one in node.found)
-    node.cannot("dcgm")
+    node.cannot("dcgm").passes(58).reads(host())
+    assert node.verdict("readers") is Verdict.UNKNOWN
+    node.reads(host())
     found = next(one for one in node.of("readers") if one.part == "nvml")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
     assert node.gpus(times=2).verdict("readers") is Verdict.UNKNOWN, "DCGM still hangs"
 
 
-def test_a_hung_nvml_and_a_process_stuck_in_its_driver_condemn_after_three_deadlines() -> None:
-    stuck = host(stuck=(Stuck(pid=9, uid=1001, name="python", seconds=40, where="nvidia_unlocked_ioctl"),))
-    node = LookedAt().reads(stuck).cannot("nvml").cannot("nvml")
+def test_a_driver_that_stands_still_while_somebody_resets_a_gpu_condemns_nobody() -> None:
+    node = LookedAt().reads(host()).gpus()
+    for _ in range(4):
+        node.cannot("nvml").cannot("dcgm").passes(8)
     assert node.verdict("readers") is Verdict.UNKNOWN
-    assert node.cannot("nvml").verdict("readers") is Verdict.FAIL
+    assert node.gpus().passes(40).cannot("nvml").passes(30).cannot("nvml").verdict("readers") is Verdict.UNKNOWN
+
+
+def test_a_hung_nvml_and_a_process_stuck_in_its_driver_condemn_after_a_minute() -> None:
+    stuck = host(stuck=(Stuck(pid=9, uid=1001, name="python", seconds=40, where="nvidia_unlocked_ioctl"),))
+    node = LookedAt().reads(stuck).cannot("nvml").passes(58).reads(stuck)
+    assert node.verdict("readers") is Verdict.UNKNOWN
+    assert node.reads(stuck).verdict("readers") is Verdict.FAIL, "no second deadline is needed"
+
+
+@pytest.mark.parametrize(("name", "verdict"), [("nvidia-smi", Verdict.FAIL), ("nvme-wq", Verdict.UNKNOWN)])
+def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(name: str, verdict: Verdict) -> None:
+    text = f"INFO: task {name}:771 blocked for more than 120 seconds."
+    line = KernelEvent(kind="hung_task", text=text, pid=771)
+    node = LookedAt().log(line).passes(5).cannot("nvml").passes(130).log()
+    assert node.verdict("readers") is Verdict.UNKNOWN, "it hung before"
+    assert node.log(line).verdict("readers") is verdict
 
 
 def test_a_process_stuck_elsewhere_is_no_witness_of_the_driver() -> None:

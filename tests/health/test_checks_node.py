@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident, FabricData, KernelEvent, Mount, Stuck
@@ -49,6 +50,19 @@ def test_one_incident_is_no_proof_and_what_dcgm_only_warns_of_never_condemns() -
     assert LookedAt().reads(dcgm("NVLINK_DOWN", "warn"), times=9).verdict("dcgm_health") is Verdict.WARN
 
 
+def test_one_run_of_dcgmi_health_is_one_look_however_often_it_is_told() -> None:
+    def told(run: float) -> DcgmData:
+        return msgspec.structs.replace(dcgm("POWER_UNREADABLE", system="Power"), health_at=run)
+
+    node = LookedAt().reads(told(60), times=4, every=15).reads(told(120), times=4, every=15)
+    assert node.verdict("dcgm_health") is Verdict.WARN
+    assert node.reads(told(180)).verdict("dcgm_health") is Verdict.FAIL
+    well = msgspec.structs.replace(DcgmData(), health_at=240)
+    assert node.reads(well, times=4, every=15).verdict("dcgm_health") is Verdict.FAIL, "one good look"
+    assert node.reads(msgspec.structs.replace(well, health_at=300)).verdict("dcgm_health") is Verdict.OK
+    assert node.cannot("dcgm").verdict("dcgm_health") is Verdict.UNKNOWN
+
+
 def test_a_failed_test_of_diag_condemns_and_those_that_gcm_skips_do_not() -> None:
     node = LookedAt().reads(dcgm("", source="diag", system="Memory"))
     assert (node.verdict("dcgm_diag"), node.one("dcgm_diag").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
@@ -86,6 +100,39 @@ def line(kind: Any, text: str, device: str = "", age: float = 0.0) -> KernelEven
          Cause.STORAGE),
         (line("mce", "mce: [Hardware Error]: Uncorrected error"), "kernel_mce", Verdict.FAIL, Cause.NODE),
         (line("mce", "mce: [Hardware Error]: Corrected error"), "kernel_mce", Verdict.WARN, Cause.NODE),
+        (line("mce", "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (channel:1 slot:0)"),
+         "kernel_mce", Verdict.FAIL, Cause.NODE),
+        (line("mce", "EDAC MC0: 3 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (channel:1 slot:0)"),
+         "kernel_mce", Verdict.WARN, Cause.NODE),
+        (line("mce", "{1}[Hardware Error]: event severity: recoverable"), "kernel_mce", Verdict.FAIL, Cause.NODE),
+        (line("mce", "{1}[Hardware Error]: event severity: corrected"), "kernel_mce", Verdict.WARN, Cause.NODE),
+        (line("mce", "{1}[Hardware Error]:   error_type: 3, multi-bit ECC"), "kernel_mce", Verdict.FAIL, Cause.NODE),
+        (line("mce", "{1}[Hardware Error]:   error_type: 2, single-bit ECC"), "kernel_mce", Verdict.WARN, Cause.NODE),
+        (line("mce", "{1}[Hardware Error]: section_type: memory error; non-fatal"), "kernel_mce", Verdict.WARN,
+         Cause.NODE),
+        (line("mce", "mce: [Hardware Error]: CPU 12: Machine Check Exception: 5 Bank 7: be00000000800400"),
+         "kernel_mce", Verdict.FAIL, Cause.NODE),
+        (line("mce", "mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: 9c00000000010092"), "kernel_mce",
+         Verdict.WARN, Cause.NODE),
+        (line("mce", "[Hardware Error]: CPU:0 (19:1:1) MC18_STATUS[-|UE|MiscV|AddrV|-|-|SyndV|UECC]: 0xbc002000000"),
+         "kernel_mce", Verdict.FAIL, Cause.NODE),
+        (line("mce", "mce: Uncorrected hardware memory error in user-access at 6f5a2b4400"), "kernel_mce", Verdict.FAIL,
+         Cause.NODE),
+        (line("mce", "Memory failure: 0x3f8c2b: recovery action for dirty LRU page: Recovered"), "kernel_mce",
+         Verdict.FAIL, Cause.NODE),
+        (line("io", "critical target error, dev sda, sector 2048 op 0x3:(DISCARD) flags 0x800", "sda"), "kernel_io",
+         Verdict.OK, None),
+        (line("io", "critical target error, dev sda, sector 2048 op 0x9:(WRITE_ZEROES) flags 0x800", "sda"),
+         "kernel_io", Verdict.OK, None),
+        (line("io", "critical target error, dev sda, sector 2048 op 0x1:(WRITE) flags 0x800", "sda"), "kernel_io",
+         Verdict.FAIL, Cause.STORAGE),
+        (line("io", "nvme nvme0: I/O 12 QID 4 timeout, completion polled", "nvme0"), "kernel_io", Verdict.WARN,
+         Cause.STORAGE),
+        (line("io", "nvme nvme0: I/O 12 QID 4 timeout, aborting", "nvme0"), "kernel_io", Verdict.FAIL, Cause.STORAGE),
+        (line("hung_task", "INFO: task kworker/u256:3:991 blocked for more than 120 seconds."), "kernel_hung",
+         Verdict.WARN, Cause.NODE),
+        (line("hung_task", "INFO: task xfsaild/sda2:991 blocked for more than 120 seconds."), "kernel_hung",
+         Verdict.WARN, Cause.STORAGE),
         (line("nic", "ib0: Lost carrier", "ib0"), "kernel_nic", Verdict.WARN, Cause.FABRIC),
         (line("oom", "Out of memory: Killed process 7 (python)"), "oom", Verdict.WARN, Cause.USER),
     ],
@@ -94,6 +141,19 @@ def test_lines_of_the_kernel_log(event: KernelEvent, check: str, verdict: Verdic
     node = LookedAt().log(event)
     assert node.verdict(check) is verdict
     assert cause is None or node.one(check).cause is cause
+
+
+def test_what_firmware_tells_of_the_time_before_the_boot_condemns_nobody_again() -> None:
+    told = line("mce", "[Hardware Error]: event severity: fatal", age=980)  # 20 s after the boot
+    assert LookedAt().log(told).verdict("kernel_mce") is Verdict.WARN
+
+
+def test_a_hung_task_is_told_for_an_hour_with_the_same_words() -> None:
+    node = LookedAt().log(line("hung_task", "INFO: task python:7 blocked for more than 120 seconds."))
+    first = node.one("kernel_hung")
+    node.passes(120).log(line("hung_task", "INFO: task python:7 blocked for more than 241 seconds."))
+    assert node.one("kernel_hung") == first
+    assert node.passes(2 * HOUR).log().log().verdict("kernel_hung") is Verdict.OK
 
 
 def test_a_line_counts_for_a_day() -> None:
@@ -162,7 +222,29 @@ def test_missing_devices_of_verbs_condemn_after_three_looks() -> None:
     assert LookedAt().reads(ports(port(), missing=("issm0",)), times=5).verdict("fabric_devices") is Verdict.OK
 
 
-@pytest.mark.parametrize("counter", ["link_downed", "excessive_buffer_overrun_errors"])
+def test_an_active_port_that_is_slower_than_it_was_is_told_and_one_that_always_was_so_is_not() -> None:
+    steady = port("mlx5_1", rate=200.0)
+    node = LookedAt().reads(ports(port(rate=400.0), steady), times=3, every=5)
+    assert node.reads(ports(port(rate=100.0), steady), every=5).verdict("fabric_port") is Verdict.OK, "it retrains"
+    found = node.reads(ports(port(rate=100.0), steady), times=2, every=5).one("fabric_port")
+    assert (found.verdict, found.part, found.cause) == (Verdict.WARN, "mlx5_0/1", Cause.FABRIC)
+    assert node.reads(ports(port(rate=400.0), steady), times=2, every=5).verdict("fabric_port") is Verdict.OK
+
+
+def test_a_link_that_went_down_once_within_an_hour_is_told_and_twice_condemns() -> None:
+    def downed(total: int) -> FabricData:
+        return ports(port(counters={"link_downed": total}))
+
+    node = LookedAt().reads(downed(40), times=5).reads(downed(41), times=5)
+    assert (node.verdict("fabric_errors"), node.one("fabric_errors").remedy) == (Verdict.WARN, Remedy.NONE)
+    node.passes(HOUR).reads(downed(41), times=2)
+    assert node.verdict("fabric_errors") is Verdict.OK
+    assert node.reads(downed(42)).verdict("fabric_errors") is Verdict.WARN
+    node.passes(1800).reads(downed(43))
+    assert (node.verdict("fabric_errors"), node.one("fabric_errors").remedy) == (Verdict.FAIL, Remedy.EXCLUDE)
+
+
+@pytest.mark.parametrize("counter", ["local_link_integrity_errors", "excessive_buffer_overrun_errors"])
 def test_a_fatal_counter_that_rises_condemns_and_its_past_does_not(counter: str) -> None:
     node = LookedAt().reads(ports(port(counters={counter: 40})), times=5)
     assert node.verdict("fabric_errors") is Verdict.OK

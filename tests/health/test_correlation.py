@@ -135,11 +135,58 @@ def test_an_unchanged_situation_is_told_in_equal_words() -> None:
     assert run.told == before
 
 
-def test_proof_and_the_silence_of_nodes_pass() -> None:
+def test_proof_passes() -> None:
     run = Run()
     proofs = [on(f"n{i}", Cause.GPU, "xid", "", proof=True) for i in range(5)]
-    silent = [on(f"n{i}", Cause.NODE, "node_lost", "") for i in range(5, 10)]
-    assert set(run.finds(*proofs, *silent).values()) == {FAIL}
+    assert set(run.finds(*proofs).values()) == {FAIL}
+
+
+def lost(index: int, since: float = 990.0, detector: str = "node_lost", proof: bool = False) -> Finding:
+    evidence = (Evidence("manager", f"agent of n{index} is silent", since),)
+    return Finding(detector, FAIL, Cause.NODE, Remedy.EXCLUDE, since, evidence, node=NodeName(f"n{index}"), proof=proof)
+
+
+def test_nodes_that_fall_silent_in_one_moment_are_left_alone_for_a_while_and_only_once() -> None:
+    run, every = Run(), [lost(1), lost(2, 991.0), lost(3, 992.0)]
+    run.here = replace(run.here, absent={NodeName(f"n{i}"): 990.0 for i in (1, 2, 3)})
+    assert run.finds(every[0]) == {"n1": WARN, "run": WARN}, "the others are not heard either, and will be condemned"
+    (shared,) = [one for one in run.told if one.node is None]
+    assert (shared.cause, shared.key) == (Cause.NODE, "correlated:run:node:node_lost")
+    assert "n1, n2, n3" in shared.evidence[0].text
+    assert set(run.finds(*every, after=1.0).values()) == {WARN}
+    assert run.again == run.now - 1.0 + SILENT_TOGETHER
+    assert run.finds(*every, after=SILENT_TOGETHER) == {"n1": FAIL, "n2": FAIL, "n3": FAIL, "run": WARN}
+    assert run.finds(after=1.0) == {}, "all are back"
+    assert run.finds(*(replace(one, since=run.now) for one in every), after=60.0)["n1"] is WARN, "another time"
+
+
+@pytest.mark.parametrize("began", [(990.0, 990.0), (990.0, 970.0, 990.0), (990.0, 975.0, 960.0)])
+def test_one_node_or_two_that_fall_silent_are_condemned(began: tuple[float, ...]) -> None:
+    run = Run()
+    assert set(run.finds(*(lost(index, since) for index, since in enumerate(began))).values()) == {FAIL}
+
+
+def test_that_the_cluster_calls_nodes_down_is_proof_however_many_they_are() -> None:
+    run = Run()
+    down = [lost(index, detector="node_down", proof=True) for index in range(3)]
+    assert set(run.finds(*down).values()) == {FAIL}
+    silent = [lost(index) for index in range(3, 6)]
+    assert run.finds(*down, *silent) == {**dict.fromkeys(("n0", "n1", "n2"), FAIL),
+                                         **dict.fromkeys(("n3", "n4", "n5", "run"), WARN)}  # fmt: skip
+
+
+def test_nodes_that_were_left_keep_no_other_from_being_condemned() -> None:
+    run, every = Run(), [lost(1), lost(2), lost(3)]
+    run.here = replace(run.here, left={NodeName("n1"), NodeName("n2")})
+    assert run.finds(*every) == {"n1": FAIL, "n2": FAIL, "n3": FAIL}
+
+
+def test_the_next_manager_holds_silent_nodes_back_no_longer_than_this_one() -> None:
+    run, every = Run(), [lost(1), lost(2), lost(3)]
+    run.finds(*every)
+    run.memory = remembered(run.told, run.now)
+    assert run.finds(*every, after=SILENT_TOGETHER - 1.0)["n1"] is WARN
+    assert run.finds(*every, after=1.0)["n1"] is FAIL
 
 
 def test_rollouts_that_all_stall_at_once_are_left_alone_for_a_while_and_only_once() -> None:
@@ -246,6 +293,20 @@ def test_a_rule_by_which_most_nodes_are_proved_to_be_bad_condemns_none_of_the_ot
     assert set(seen.values()) == {WARN}
     (shared,) = [one for one in run.told if one.node is None]
     assert "a site's rule is wrong" in shared.evidence[0].text
+
+
+@pytest.mark.parametrize(("cause", "detector", "shared"), [(Cause.FABRIC, "port_down", "the fabric that they share"),
+                                                           (Cause.STORAGE, "mount", "the storage that they share")])  # fmt: skip
+def test_what_most_nodes_say_of_fabric_or_storage_is_no_rule_that_is_wrong(
+    cause: Cause, detector: str, shared: str
+) -> None:
+    run = Run(4)
+    run.finds(*(on(f"n{i}", cause, detector, proof=True) for i in range(3)))
+    (told,) = [one for one in run.told if one.node is None]
+    assert shared in told.evidence[0].text
+    assert "rule" not in told.evidence[0].text
+    run.memory = remembered(run.told, run.now)
+    assert run.finds(on("n0", cause, detector, proof=True))["n0"] is WARN, "the next manager knows that most say so"
 
 
 def test_the_next_manager_knows_what_is_shared_and_since_when_others_are_condemned() -> None:

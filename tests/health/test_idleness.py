@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.idleness import LIES, LOADS, STILL
+from rrl.health.gangs import RESTED
+from rrl.health.idleness import DOUBT, LIES, LOADS, SPINS, STILL
+from rrl.health.standing import AT_WORK
 from rrl.spec.phases import PHASES
 from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
 from rrl.tests.health.test_suspicion import until_found
@@ -179,6 +181,49 @@ def test_not_who_is_seen_at_work_or_loads_for_the_first_time() -> None:
     assert trace.found() == set()
 
 
+def test_who_is_stuck_in_its_very_first_load_is_found_once_others_have_shown_how_long_that_takes() -> None:
+    trace = Trace().node("n1", *ROLLOUTS, phase="wait_weights")
+    trace.loads = dict.fromkeys(ROLLOUTS, BUSY)
+    trace.loads[ROLLOUT] = IDLE
+    trace.enter(ROLLOUT, "loading_weights")
+    for _ in range(4):
+        for life in ROLLOUTS[1:]:
+            trace.enter(life, "loading_weights")
+        trace.play(5)
+        for life in ROLLOUTS[1:]:
+            trace.enter(life, "generate")
+        trace.play(20)
+    assert trace.found() == set()
+    assert until_found(trace, 60) <= LOADS * LIMITS.idle - 96
+    assert trace.found() == {fail("idle_hang", ROLLOUT)}
+
+
+def replaced(load: tuple[float, float | None, float | None]) -> tuple[Trace, Life]:
+    """Of a trainer whose tensor cores were seen at work, the next life, in its first step."""
+    trace = training()
+    second = Life(TRAINER.replica, 2)
+    trace.launch(second, "n0")
+    trace.watch.joined(second, NodeName("n0"), "starting", trace.now)
+    trace.enter(second, "train")
+    trace.loads = {second: load}
+    return trace, second
+
+
+def test_a_first_step_that_spins_hangs_where_its_role_s_tensor_cores_were_seen_at_work() -> None:
+    trace, second = replaced(SPINNING)
+    assert 2 * SPINS * LIMITS.idle - 4 <= until_found(trace, 400) <= 2 * SPINS * LIMITS.idle + 4
+    assert trace.found() == {fail("idle_hang", second)}
+
+
+def test_a_node_on_which_nothing_tells_of_tensor_cores_makes_no_later_step_a_hang() -> None:
+    trace, second = replaced(SPINNING)
+    trace.play(100)
+    for phase in ("publish", "train"):
+        trace.enter(second, phase)
+        trace.play(400)
+    assert trace.found() == set()
+
+
 # ── and what is none ─────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("phase", ["train", "between"])
 def test_an_evaluation_of_forty_minutes_that_is_seen_at_work_is_no_hang(phase: str) -> None:
@@ -265,6 +310,50 @@ def test_the_first_rank_that_evaluates_alone_while_a_collective_keeps_the_others
     loads(trace, r1=SPINNING, r2=SPINNING, r3=SPINNING)
     trace.play(500)
     assert trace.found() == set()
+
+
+@pytest.mark.parametrize("kept", [SPINNING, IDLE])
+def test_the_first_rank_that_goes_on_after_an_evaluation_on_its_cpu_does_not_rest_with_the_others(
+    kept: tuple[float, float | None, float | None],
+) -> None:
+    trace = training(4)
+    loads(trace, r0=COMPILING, r1=kept, r2=kept, r3=kept)
+    trace.play(180)
+    assert trace.found() == set()
+    loads(trace, r0=SPINNING)  # what is known of its tensor cores is older than what is known of its kernels
+    trace.play(16)
+    assert trace.found() == set()
+    loads(trace, r0=IDLE)
+    assert until_found(trace, 60) >= RESTED - 2
+
+
+def test_of_two_ranks_the_idle_one_is_not_charged_while_the_other_s_tensor_cores_work() -> None:
+    trace = training(2)
+    loads(trace, r1=IDLE)
+    trace.play(3 * DOUBT * LIMITS.idle)
+    assert trace.found() == set()
+
+
+@pytest.mark.parametrize("kept", [SPINNING, IDLE, (1.0, 1.0, None)])
+def test_a_rank_at_work_explains_its_gang_for_as_long_as_its_own_deadline_lasts(
+    kept: tuple[float, float | None, float | None],
+) -> None:
+    trace = training(4)
+    loads(trace, r1=kept, r2=kept, r3=kept)
+    trace.play(AT_WORK * PHASES["train"].shortest - 15)
+    assert trace.found() == set()
+    trace.play(20)
+    assert trace.found() == {fail("phase_overdue", RANKS[0])}
+
+
+def test_a_rank_that_goes_from_pass_to_pass_does_not_explain_one_that_stands() -> None:
+    trace = training(2)
+    loads(trace, r1=(1.0, 0.0, 0.0))
+    for _ in range(30):
+        for phase, seconds in (("train", 20), ("checkpoint", 1)):
+            trace.enter(RANKS[0], phase)
+            trace.play(seconds)
+    assert trace.found() == {fail("phase_overdue", RANKS[1])}
 
 
 def test_a_rank_that_is_elsewhere_explains_why_the_others_rest() -> None:

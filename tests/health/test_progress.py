@@ -7,13 +7,17 @@ from math import inf, nextafter
 import pytest
 
 from rrl.health.guards import detect
-from rrl.health.presence import unheard
+from rrl.health.presence import RUNNING, unheard
 from rrl.health.progress import PROGRESS_DETECTORS
+from rrl.health.standing import BLIND, IDLE_FIRST
 from rrl.spec.jobview import Limits, PhaseView
 from rrl.spec.phases import PHASES, Phase
 from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
 from rrl.tests.health.traces import (
+    BUSY,
+    IDLE,
     LIMITS,
+    MUTE,
     ROLLOUT,
     ROLLOUTS,
     STORE,
@@ -164,6 +168,30 @@ def test_a_silent_worker_on_a_living_node_has_failed_after_the_limit_and_not_bef
     assert trace.found(due) == {fail("worker_silence", ROLLOUT)}
     finding = trace.only(due)
     assert (finding.since, finding.cause, finding.proof) == (last, Cause.PROCESS, False)
+
+
+def test_a_silent_worker_whose_cpu_is_seen_at_work_has_three_times_as_long() -> None:
+    trace = one_rollout()
+    trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
+    trace.play(6)
+    last = trace.now
+    trace.silent.add(ROLLOUT)
+    trace.play(RUNNING * LIMITS.silence - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("worker_silence", ROLLOUT)}
+    assert trace.only().evidence[0].text == "no beat for 30 s after its last one, in phase generate"
+    assert trace.now == last + RUNNING * LIMITS.silence
+
+
+@pytest.mark.parametrize("load", [(0.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
+def test_a_stopped_one_takes_no_cpu_whatever_keeps_its_gpu(load: tuple[float, float, float]) -> None:
+    trace = one_rollout()
+    trace.loads[ROLLOUT] = load
+    trace.play(6)
+    trace.silent.add(ROLLOUT)
+    trace.play(LIMITS.silence)
+    assert trace.found() == {fail("worker_silence", ROLLOUT)}
 
 
 @pytest.mark.parametrize("phase", sorted(PHASES))
@@ -377,6 +405,61 @@ def test_the_first_pass_gets_the_longest_deadline_and_grace() -> None:
     trace.play(due - began)
     assert trace.found(before(due)) == {warn("suspected", ROLLOUT)}
     assert trace.found(due) == {fail("no_progress", ROLLOUT)}
+
+
+@pytest.mark.parametrize("phase", ["publish", "score"])
+def test_who_idles_in_its_first_pass_has_no_grace_for_compiling(phase: str) -> None:
+    trace = one_rollout(phase)
+    trace.loads[ROLLOUT], trace.answers = IDLE, {ROLLOUT: MUTE}
+    trace.still.add(ROLLOUT)
+    due = IDLE_FIRST * PHASES[phase].longest
+    trace.play(due - 2)
+    assert trace.found() == set()
+    trace.play(4)
+    assert [seen[1:] for seen in trace.found()] == [(str(ROLLOUT), "FAIL")]
+    assert due <= 900
+
+
+@pytest.mark.parametrize(("phase", "load"), [("publish", (0.5, 0.0, 0.0)), ("checkpoint", IDLE)])
+def test_a_first_pass_at_work_or_one_that_may_wait_for_storage_has_its_grace(
+    phase: str, load: tuple[float, float, float]
+) -> None:
+    trace = one_rollout(phase)
+    trace.loads[ROLLOUT] = load
+    trace.play(PHASES[phase].longest + LIMITS.first_pass - 1)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("phase_overdue", ROLLOUT)}
+
+
+def test_in_a_later_life_what_is_usual_counts_at_once_for_who_idles() -> None:
+    trace = one_rollout("publish")
+    trace.loads[ROLLOUT] = BUSY
+    trace.learn(ROLLOUT, "publish", 10.0, between="train")
+    second = Life(ROLLOUT.replica, 2)
+    trace.launch(second, "n1")
+    trace.watch.joined(second, NodeName("n1"), "starting", trace.now)
+    trace.enter(second, "publish")
+    trace.loads = {second: IDLE}
+    trace.play(PHASES["publish"].shortest - 1)
+    assert trace.found() == set()
+    trace.play(3)
+    assert trace.found() == {fail("phase_overdue", second)}
+
+
+@pytest.mark.parametrize(("tensor", "hours"), [(None, 200 / 60), (0.4, 6)])
+def test_a_gpu_at_work_earns_less_in_long_steps_where_nobody_sees_its_tensor_cores(
+    tensor: float | None, hours: float
+) -> None:
+    trace = one_rollout("train")
+    trace.loads[ROLLOUT] = 1.0, 1.0, tensor
+    trace.learn(ROLLOUT, "train", 2400.0)
+    trace.enter(ROLLOUT, "train")
+    due = trace.now + max(hours * 3600.0, BLIND)
+    trace.play(due - 1 - trace.now)
+    assert trace.found() == set()
+    trace.play(1)
+    assert trace.found() == {fail("phase_overdue", ROLLOUT)}
 
 
 def test_a_replacement_gets_first_pass_grace_on_top_of_what_is_usual_in_its_role() -> None:

@@ -27,11 +27,17 @@ def test_of_a_gpu_that_is_lost_the_driver_may_still_say_what_would_help(
 
 @pytest.mark.parametrize(
     ("action", "remedy"),
-    [("bus_reset", Remedy.RESET_GPU), ("system_reboot", Remedy.REBOOT), ("recover_imex_domain", Remedy.SUPPORT)],
+    [("bus_reset", Remedy.RESET_GPU), ("system_reboot", Remedy.REBOOT)],
 )
 def test_the_newest_recovery_actions_are_known(action: str, remedy: Remedy) -> None:
     found = LookedAt().gpus(gpu(0, recovery_action=action), times=3).one("gpu_recovery_action")
     assert (found.verdict, found.remedy) == (Verdict.FAIL, remedy)
+
+
+@pytest.mark.parametrize("action", ["recover_imex_domain", "unknown (9)"])
+def test_an_action_of_many_nodes_and_one_that_a_newer_driver_has_are_told_and_condemn_nobody(action: str) -> None:
+    found = LookedAt().gpus(gpu(0, recovery_action=action), times=9).one("gpu_recovery_action")
+    assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.SUPPORT)
 
 
 def test_all_devices_of_infiniband_gone_at_once_are_missed() -> None:

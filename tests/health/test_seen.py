@@ -33,6 +33,22 @@ def test_a_counter_that_starts_over_has_not_risen() -> None:
     assert trail.within(60, 130) == 2
 
 
+def test_a_counter_that_is_back_where_it_was_has_not_risen_and_one_that_counts_anew_has() -> None:
+    trail = Trail(100, 40)
+    trail.add(110, 50)
+    for at, total in ((200, 3), (210, 0), (240, 52)):
+        trail.add(at, total)
+    assert (trail.rise, trail.within(60, 240), trail.start) == (12, 2, 100)
+    anew = Trail(100, 15)  # perfquery -R
+    for at, total in ((200, 0), (210, 1), (220, 15)):
+        anew.add(at, total)
+    assert anew.rise == 15
+    late = Trail(100, 1)
+    late.add(200, 0)
+    late.add(900, 1)
+    assert late.rise == 1, "after minutes at zero it was a reset"
+
+
 def test_a_counter_that_rises_every_second_for_a_day_costs_little() -> None:
     trail = Trail(0, 0)
     for second in range(1, 86_400):

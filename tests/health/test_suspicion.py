@@ -7,7 +7,7 @@ import pytest
 from rrl.health.guards import detect
 from rrl.health.probes import TRIES
 from rrl.health.standing import AT_WORK as LATEST
-from rrl.health.suspicion import AT_WORK, EARLY, FIRST, IDLE_SHARE, PROMPT, RESTS, to_probe
+from rrl.health.suspicion import AT_WORK, EARLY, FIRST, IDLE_SHARE, PROMPT, RESTS, SPINS_FIRST, to_probe
 from rrl.spec.jobview import Limits
 from rrl.spec.phases import PHASES
 from rrl.spec.words import Cause, Life, Remedy, ReplicaId
@@ -89,6 +89,14 @@ def test_of_whom_loads_say_nothing_it_is_asked_as_early_and_has_all_its_time(
     trace.play(16)
     falls_silent(trace, load)
     assert until_found(trace, 200) == EARLY + LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+def test_where_no_loads_are_told_a_long_prefill_has_as_long_as_with_robustrl() -> None:
+    trace = generating(load=None)
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, None)
+    assert until_found(trace, 200) >= ROBUSTRL + LIMITS.probe
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
@@ -194,6 +202,27 @@ def test_who_never_makes_a_first_token_and_does_nothing_at_all_fails_long_before
     assert FIRST * EARLY < until_found(trace, 400) <= FIRST * EARLY + LIMITS.probe + 4 < ROBUSTRL + LIMITS.probe
 
 
+def test_whose_first_token_never_comes_as_its_gpu_spins_fails_where_its_role_s_tensor_cores_were_seen_at_work() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUTS[2]: None}
+    trace.node("n2", ROLLOUTS[2])
+    trace.loads[ROLLOUTS[2]] = SPINNING
+    trace.still.add(ROLLOUTS[2])
+    delay = until_found(trace, 500)
+    assert trace.found() == {fail("no_answer", ROLLOUTS[2])}
+    assert SPINS_FIRST * LIMITS.probe < delay <= FIRST * EARLY + SPINS_FIRST * LIMITS.probe + 4
+
+
+def test_that_its_gpu_spins_may_be_heard_after_it_was_asked() -> None:
+    trace = generating()
+    trace.answers = {ROLLOUT: None}
+    falls_silent(trace, BUSY)
+    trace.play(14)
+    assert trace.asked != []
+    trace.loads[ROLLOUT] = SPINNING
+    assert until_found(trace, 100) <= LIMITS.probe + 4
+
+
 def test_who_had_made_tokens_under_an_earlier_manager_has_had_its_first_pass() -> None:
     trace = Trace()
     trace.done[ROLLOUT] = 700
@@ -248,6 +277,17 @@ def test_who_hangs_while_it_waits_fails_where_its_role_has_answered_then() -> No
     assert trace.answers is not None
     trace.answers[ROLLOUT] = None
     assert until_found(trace, 100) <= EARLY + LIMITS.probe
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
+def test_who_waits_and_is_at_work_meanwhile_may_answer_late() -> None:
+    trace = waiting_rollouts()
+    assert trace.answers is not None
+    trace.answers[ROLLOUT] = None
+    trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
+    trace.play(AT_WORK * LIMITS.probe - 5)
+    assert all(seen[2] != "FAIL" for seen in trace.found())
+    assert until_found(trace, 200) <= RESTS + 5, "it polls for ever"
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 

@@ -16,11 +16,11 @@ TABLE_5B = {
     "gpu_reset": "46 48 62 64 95 109 110 119 120 136 140 143 155 156 158 162",
     "nvlink": "74 144-150",
     "app": "8 11 13 25 31 32 39-41 60 68-72 75-77 80 82-86 88-89 94 96-105 126-135 139",
-    "ignore": "14 37 38 43 44 45 63 66 67 92 93 106 107 121 137 141 152-154 157 161",
-    "service": "54 78 159",
+    "ignore": "14 37 38 43 44 45 63 66 67 93 106 107 121 137 141 152-154 157 161",
+    "service": "54 78 92 159",
     "rest": "1-7 9 10 12 15-24 26-30 33-36 42 47 49-53 55-59 61 65 73 81 87 90 91 108 111-118 122-125 138 142 163-172",
 }
-"""peers.md 5b"""
+"""peers.md 5b, but for 92, which it ignores"""
 
 
 def _codes(text: str) -> set[int]:
@@ -245,6 +245,19 @@ def test_what_goes_on_is_an_equal_finding() -> None:
     node.xid(95)
     assert node.one("xid") is last
     assert (last.since, last.part) == (first.since, first.part)
+
+
+def test_a_high_rate_of_single_bit_errors_is_told_and_condemns_nobody() -> None:
+    node = LookedAt().gpus().xid(92).passes(400).xid(92).passes(400).xid(92)
+    found = node.one("xid")
+    assert (found.verdict, found.cause, found.remedy) == (Verdict.WARN, Cause.GPU, Remedy.SUPPORT)
+
+
+def test_a_contained_error_condemns_by_its_count_and_not_by_its_xid() -> None:
+    node = LookedAt().gpus(gpu(0, ecc_volatile_uncorrected=1)).xid(94)
+    assert (node.verdict("xid"), node.verdict("gpu_ecc_uncorrected")) == (Verdict.WARN, Verdict.FAIL)
+    alone = LookedAt().gpus().xid(94)
+    assert (alone.verdict("xid"), alone.verdict("gpu_ecc_uncorrected")) == (Verdict.WARN, Verdict.OK)
 
 
 def test_switches_have_their_own() -> None:

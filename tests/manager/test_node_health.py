@@ -183,6 +183,14 @@ def test_a_worker_that_is_silent_together_with_those_of_other_nodes_waits(hearin
     assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:process:worker_silence", Verdict.WARN)]
 
 
+def test_a_node_that_falls_silent_together_with_others_waits(hearing: Hearing) -> None:
+    first = found("silent", node=N2, detector="node_lost", part="", at=90.0)
+    first = msgspec.structs.replace(first, proof=False)
+    absent = {NodeName(f"n{index}"): 90.0 for index in (2, 3, 4)}
+    assert hearing.ear.findings.detected([first], {}, absent) == 100.0 + SILENT_TOGETHER, "by the manager's clock"
+    assert changes(hearing) == [(first.key, Verdict.WARN), ("correlated:run:node:node_lost", Verdict.WARN)]
+
+
 def test_what_was_found_on_a_node_that_left_or_begins_anew_is_forgotten(hearing: Hearing) -> None:
     hearing.hear(hello(found()))
     hearing.fold(ev.Decided(Exclude(N1, WHY, Cause.GPU)))

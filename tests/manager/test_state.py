@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rrl.health.lessons import Lesson
+from rrl.health.usual import Took
 from rrl.manager import events as ev
 from rrl.manager.actions import (
     Drain,
@@ -569,6 +571,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.Ordered: st.builds(ev.Ordered, _faults, st.just("me"), st.sampled_from(["c1", "c2"])),
     ev.Resumed: st.builds(ev.Resumed, st.just("me"), st.sampled_from(["c1", "c2"]), st.just(JOB)),
     ev.TokensSeen: st.builds(ev.TokensSeen, st.integers(0, 9), st.booleans()),
+    ev.Learned: st.builds(ev.Learned, st.just({"trainer": Lesson({"train": Took(5, 60.0, 80.0)}, tensor_seen=True)})),
     ev.StacksTaken: st.builds(ev.StacksTaken, _lives, st.just(("a line",)), st.tuples(_lives), st.just("stacks/x.txt")),
     ev.RunEnded: st.builds(ev.RunEnded, st.sampled_from(Outcome), st.just("over")),
 }  # fmt: skip

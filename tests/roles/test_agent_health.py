@@ -105,6 +105,24 @@ def test_what_goes_wrong_later_is_told_at_once_and_again_to_the_next_manager(tmp
         asyncio.run(story(at))
 
 
+def test_what_was_lost_while_no_agent_was_there_is_found_by_the_next_one(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with node(at, gpus=4) as here:
+            kept = at.run.hardware_file(here.start("nvml").node)
+            assert (await here.manager.hears(AgentHello)).findings == ()
+            await eventually(kept.exists)
+            assert here.agent is not None
+            here.agent.kill()
+            here.agent.wait()
+            here.driver.gpus(3)
+            here.start("nvml")
+            hello = await here.manager.hears(AgentHello, lambda hello: bool(hello.findings))
+            assert [one.detector for one in hello.findings] == ["gpu_count"]
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 def test_what_is_well_again_is_cleared(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:

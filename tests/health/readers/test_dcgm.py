@@ -195,10 +195,13 @@ def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Export
     (said / "health").write_text(report(GPU={"1": {"PCIe system": ("Warning", ["x"])}}))
     metrics.text = page(GPUS, f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(1, OTHER)} 0.5")
     reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=FAKE))
+    runs = set()
     for _ in range(3):
         data = reader.read()
         assert [(incident.gpu, incident.system) for incident in data.incidents] == [(OTHER, "PCIe")]
         assert data.unread == {}
+        runs.add(data.health_at)
+    assert len(runs - {None}) == 1, "one run, told three times"
     assert (said / "calls").read_text() == "health -c -j\n"
 
 

@@ -69,6 +69,8 @@ LINES = [
     ("mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: bea0000000000108", {"kind": "mce"}),
     ("{1}[Hardware Error]: event severity: recoverable", {"kind": "mce"}),
     ("EDAC MC0: 1 UE memory read error on CPU_SrcID#0_Ha#0", {"kind": "mce", "device": "EDAC MC0"}),
+    ("EDAC MC1: UE page 0x0, offset 0x0, grain 0", {"kind": "mce", "device": "EDAC MC1"}),
+    ("mce: Uncorrected hardware memory error in user-access at 6f5a2b4400", {"kind": "mce"}),
     ("Out of memory: Killed process 1234 (python) total-vm:1kB, anon-rss:1kB", {"kind": "oom", "pid": 1234}),
     ("Memory cgroup out of memory: Killed process 77 (ray::x) total-vm:1kB", {"kind": "oom", "pid": 77}),
     ("mlx5_core 0000:65:00.0 ens1f0np0: Link down", {"kind": "nic", "device": "ens1f0np0"}),

@@ -67,8 +67,11 @@ class Member:
     life: Life
     node: Node
     gpus: int
+    """how many it has"""
     probed: bool = True
     """it can be asked for a bit of work"""
+    held: tuple[int, ...] = ()
+    """which, since its launch"""
     ended: bool = False
     welcomed: bool = False
     """its Hello has been said to this manager"""

@@ -12,7 +12,7 @@ PROCESS_DEEDS = Literal[
 ]  # fmt: skip
 NODE_DEEDS = Literal[
     "node_dies", "node_down", "agent_dies", "agent_freezes", "cut", "suspend", "drain", "unknown", "flap",
-    "xid", "gpu", "gpu_lost", "port", "mount", "host", "kernel", "dcgm", "reader",
+    "xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader",
 ]  # fmt: skip
 MANAGER_DEEDS = Literal["manager_restart", "manager_pause", "cluster_away"]
 
@@ -43,14 +43,16 @@ KEYS: dict[str, tuple[str, ...]] = {
     "drain": ("for",),
     "unknown": ("for",),
     "flap": ("times", "every"),
-    "xid": ("gpu", "xid", "text", "times", "every"),
-    "gpu": ("gpu", "set", "grow", "for"),
+    "xid": ("gpu", "xid", "text", "times", "every", "by", "age"),
+    "gpu": ("gpu", "link", "set", "grow", "unread", "for"),
     "gpu_lost": ("gpu", "text"),
-    "port": ("port", "set", "grow", "for"),
+    "gpu_gone": ("gpu", "for"),
+    "port": ("port", "set", "grow", "unread", "for"),
+    "hca_gone": ("port", "for"),
     "mount": ("path", "set", "grow", "for"),
-    "host": ("set", "grow", "for"),
-    "kernel": ("kind", "text", "path", "times", "every"),
-    "dcgm": ("gpu", "system", "incident", "severity", "text", "for"),
+    "host": ("set", "grow", "unread", "for"),
+    "kernel": ("kind", "text", "path", "times", "every", "age"),
+    "dcgm": ("gpu", "system", "incident", "severity", "text", "source", "for"),
     "reader": ("reader", "state", "text", "for"),
     "manager_restart": ("for",),
     "manager_pause": ("for",),
@@ -62,9 +64,11 @@ NEEDED: dict[str, str] = {
 }  # fmt: skip
 """what it does nothing without"""
 CHANGES = frozenset({"gpu", "port", "mount", "host"})
-"""they need ``set`` or ``grow``"""
+"""they need ``set``, ``grow`` or ``unread``"""
 
-HARDWARE = frozenset({"xid", "gpu", "gpu_lost", "port", "mount", "host", "kernel", "dcgm", "reader"})
+HARDWARE = frozenset({
+    "xid", "gpu", "gpu_lost", "gpu_gone", "port", "hca_gone", "mount", "host", "kernel", "dcgm", "reader",
+})  # fmt: skip
 """seen by the node's readers"""
 
 

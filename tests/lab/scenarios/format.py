@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
+from rrl.spec.health_checks import Expect
 from rrl.spec.job import HealthTable, LimitsTable, PhaseTable
 from rrl.tests.lab.scenarios.deeds import CHANGES, KEYS, MANAGER_DEEDS, NEEDED, NODE_DEEDS, PROCESS_DEEDS, target_of
 from rrl.tests.lab.scenarios.values import Lasting, Length, fixed
@@ -18,6 +20,31 @@ CAUSES = Literal["process", "hang", "node", "gpu", "fabric", "storage", "softwar
 def _many(value: object) -> object:
     """One is a list of one."""
     return [value] if isinstance(value, str) else value
+
+
+def _gpus(value: object) -> object:
+    """``2``, ``[0, 3]`` or ``"*"``; the last is no number at all: which there are, the node knows."""
+    if value == "*":
+        return None
+    several = value if isinstance(value, list | tuple) else [value]
+    if several and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in several):
+        return tuple(several)
+    raise ValueError('must be a number of a GPU, counted from 0, a list as in [0, 1], or "*"')
+
+
+def _links(value: object) -> object:
+    several = value if isinstance(value, list | tuple) else [value]
+    if several and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in several):
+        return tuple(several)
+    raise ValueError("must be a number of an NVLink, counted from 0, or a list as in [0, 1]")
+
+
+def _expected(value: object) -> object:
+    try:
+        return msgspec.convert(value, Expect)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Expect.__struct_fields__)
+        raise ValueError(f"{error}; what can be expected of a node (docs/health.md): {known}") from None
 
 
 _EVERYBODYS = ("do", "at", "after", "who", "name")
@@ -47,13 +74,22 @@ class Beat(_Table):
     cpu: Cpu | None = None
     """cores that the process uses meanwhile"""
     gpu: Share | None = None
-    """share of the time in which a kernel runs on its GPUs"""
+    """share of the time in which a kernel runs on its GPUs; also ``gpu_use``, as in events"""
     tensor: Share | None = None
     """share of the time in which tensor cores work (what RobustRL reads)"""
 
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_in_events(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "gpu_use" in data and "gpu" not in data:
+            return {("gpu" if key == "gpu_use" else key): value for key, value in data.items()}
+        return data
+
+
 class RoleTable(_Table):
     replicas: int = Field(default=1, ge=0, le=1024)
+    """where it is not said, as many as the role of this name has by default"""
     ranks: int = Field(default=1, ge=1, le=512)
     """processes of each replica: a gang, one on each node"""
     gpus: int | None = Field(default=None, ge=0, le=16)
@@ -118,11 +154,24 @@ class Event(_Table):
     back_after: Lasting = float("inf")
     times: int = Field(default=1, ge=1)
     every: Length = fixed(60.0)
-    gpu: int = Field(default=0, ge=0)
+    gpu: Annotated[tuple[int, ...] | None, PlainValidator(_gpus)] = (0,)
+    """None: all of the node's"""
+    link: Annotated[tuple[int, ...] | None, PlainValidator(_links)] = None
+    """of the GPU: ``set`` and ``grow`` are of these NVLinks"""
     xid: int = Field(default=0, ge=0)
     port: str = "mlx5_0/1"
-    path: str = "/home"
-    kind: Literal["sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"] = "io"
+    path: str = ""
+    """of a mount (none: /home); device of a kernel line (none: as its text says)"""
+    kind: Literal["sxid", "mce", "oom", "nic", "io", "filesystem", "hung_task"] | None = None
+    """none: as its text says, else io"""
+    by_readers: tuple[Literal["kernel", "nvml", "dcgm"], ...] = ("kernel", "nvml", "dcgm")
+    """``by`` of an xid: who tells it"""
+    age: Lasting | None = None
+    """s before the scenario's beginning at which the kernel wrote it"""
+    unread: tuple[str, ...] = ()
+    """fields that cannot be read"""
+    source: Literal["health", "diag"] = "health"
+    """of an incident: dcgmi health, or a test of dcgmi diag"""
     system: str = ""
     incident: str = ""
     """DCGM_FR_* without its prefix"""
@@ -133,18 +182,25 @@ class Event(_Table):
     grow: dict[str, float] = {}
     """counter → by so much per s"""
 
+    def gpus(self, there: int) -> tuple[int, ...]:
+        """Which it concerns, of a node with so many."""
+        return tuple(range(there)) if self.gpu is None else tuple(one for one in self.gpu if one < there)
+
     @model_validator(mode="before")
     @classmethod
     def _one_or_many(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if "gpu" in data and "gpu_use" in KEYS.get(str(data.get("do")), ()) and "gpu_use" not in data:
+            data = {("gpu_use" if key == "gpu" else key): value for key, value in data.items()}
         own = KEYS.get(str(data.get("do")))
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if own is not None and bool(data.get("who")) != (target_of(str(data["do"])) == "manager"):
             for key in data:
                 if key in known and key not in (*_EVERYBODYS, *own):
-                    hint = '; did you mean "gpu_use"?' if key == "gpu" and "gpu_use" in own else ""
-                    raise ValueError(f"{data['do']} has no {key}; it has {', '.join(own) or 'no keys'}{hint}")
+                    raise ValueError(f"{data['do']} has no {key}; it has {', '.join(own) or 'no keys'}")
+        if data.get("do") == "xid" and "by" in data:
+            data = {("by_readers" if key == "by" else key): value for key, value in data.items()}
         return {**data, "who": [data["who"]]} if isinstance(data.get("who"), str) else data
 
     @model_validator(mode="after")
@@ -154,7 +210,7 @@ class Event(_Table):
         given = {type(self).model_fields[field].alias or field for field in self.model_fields_set}
         if (needed := NEEDED.get(self.do)) is not None and needed not in given:
             raise ValueError(f"{self.do} needs {needed}")
-        if self.do in CHANGES and not given & {"set", "grow"}:
+        if self.do in CHANGES and not given & {"set", "grow", "unread"}:
             raise ValueError(f"{self.do} needs set or grow")
         return self
 
@@ -176,6 +232,10 @@ class Truth(_Table):
     """other names of it that are right too"""
     verdict: Literal["FAIL", "WARN"] = "FAIL"
     """WARN: it has to be told, and nothing need be done"""
+    never: Literal["", "fail"] = ""
+    """``fail``: to condemn for it is a false alarm"""
+    exact: bool = False
+    """of a gang, or a node and who lives there, only whom ``who`` and ``or`` name finds it"""
 
 
 class Scenario(_Table):
@@ -190,18 +250,7 @@ class Scenario(_Table):
     limits: LimitsTable = LimitsTable()
     phases: dict[str, PhaseTable] = {}
     health: HealthTable = HealthTable()
+    expect: Annotated[Expect, PlainValidator(_expected)] = Expect()
+    """what the site's rules expect of every node (health.toml)"""
     event: tuple[Event, ...] = ()
     truth: tuple[Truth, ...] = ()
-
-    @model_validator(mode="after")
-    def _truth_has_events(self) -> Scenario:
-        names = [event.name or event.do for event in self.event]
-        known = ", ".join(names) or "none"
-        for index, truth in enumerate(self.truth):
-            if truth.at is None and not truth.of and len(names) != 1:
-                raise ValueError(f"truth[{index}] needs of = an event's name; there are {known}")
-            if truth.of and truth.of not in names:
-                raise ValueError(f"truth[{index}]: there is no event {truth.of}; there are {known}")
-            if names.count(truth.of) > 1:
-                raise ValueError(f"truth[{index}]: several events are called {truth.of}; give them a name of their own")
-        return self

@@ -40,8 +40,8 @@ class Happening:
         """replica → its node then"""
         self._over: set[str] = set()
         self._meant: dict[str, int] = {}
-        """replica → the incarnation that was there when it was due (-1: none, it was being replaced): no later life is
-        struck"""
+        """replica → the incarnation that was there when it was due, or the next where that one had ended: no later life
+        is struck"""
 
     def follows(self, other: Happening) -> None:
         """It comes after that one, if that is what its ``after`` says."""
@@ -149,8 +149,9 @@ class Happening:
         name = str(member.life.replica)
         if name in self._over:
             return
-        restarts = not gang.joined and gang.incarnation > 1 and event.do != "start_takes"
-        if self._meant.setdefault(name, -1 if restarts else gang.incarnation) != gang.incarnation:
+        if member.ended and name not in self._meant and event.do != "start_takes":
+            return  # it waits for the next life
+        if self._meant.setdefault(name, gang.incarnation) != gang.incarnation:
             self._over.add(name)
             return
         if event.do == "start_takes":

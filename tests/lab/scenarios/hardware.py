@@ -44,6 +44,8 @@ _BOOTING = 60.0
 """s after its boot at which a node wrote the kernel lines that are there from the beginning"""
 _COUNTED = 300.0
 """s for which dcgm-exporter counts an Xid (DCGM_EXP_XID_ERRORS_COUNT, its default window)"""
+_HEALTH_EVERY = 60.0
+"""s between two runs of ``dcgmi health`` (rrl.health.readers.dcgm)"""
 _GIB = 2**30
 _FILESYSTEMS = {"/home": "nfs4", "/dev/shm": "tmpfs", "/tmp": "xfs", "/var": "xfs", "/local": "xfs"}
 """of a mount, by the beginning of its path; the root is xfs, and any other is Lustre"""
@@ -213,7 +215,9 @@ class Machines:
             data = _changed(_healthy_host(mounts), machine.host_changes, now)
         else:
             active = tuple(incident for since, until, incident in machine.incidents if since <= now < until)
-            data = r.DcgmData(tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus), active)
+            run = now // _HEALTH_EVERY * _HEALTH_EVERY
+            gpus = tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus)
+            data = r.DcgmData(gpus, active, health_at=run)
         return r.Reading(reader, at, data)
 
 

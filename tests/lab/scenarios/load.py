@@ -19,7 +19,10 @@ class ScenarioError(Exception):
 
 
 def load_all(folder: Path) -> dict[str, Scenario]:
-    """All ``*.toml`` below a folder, by their path in it without the suffix, in order. Raises ScenarioError."""
+    """All ``*.toml`` below a folder, by their path in it without the suffix, in order; or one file. Raises
+    ScenarioError."""
+    if folder.is_file():
+        return {folder.stem: load(folder)}
     paths = sorted(folder.rglob("*.toml")) if folder.is_dir() else []
     if not paths:
         raise ScenarioError(f"{folder}: there is no *.toml")
@@ -53,7 +56,7 @@ def load(path: Path) -> Scenario:
     wrong = []
     for loc, words in mistakes(scenario):
         keys = _existing(loc, data)
-        wrong.append(f"{path}:{nearest_line(lines, keys) or 1}: {'.'.join(map(str, keys))}: {words}")
+        wrong.append(f"{path}:{nearest_line(lines, keys) or 1}: {'.'.join(map(str, loc))}: {words}")
     if wrong:
         raise ScenarioError("\n".join(dict.fromkeys(wrong)))
     return scenario
@@ -79,9 +82,32 @@ def _what(error: Any, loc: tuple[Any, ...]) -> str:
         near = difflib.get_close_matches(str(error["input"]), _quoted(error["ctx"]["expected"]), 1)
         hint = f'; did you mean "{near[0]}"?' if near else ""
         return f'must be {error["ctx"]["expected"]}, not "{error["input"]}"{hint}'.replace("'", '"')
+    if error["type"] in _WANTED:
+        given = _word(error["input"])
+        return f"must be {_WANTED[error['type']]}, not {given}"
+    if (bound := next((key for key in _BOUNDS if key in error.get("ctx", {})), None)) is not None:
+        return f"must be {_BOUNDS[bound]} {error['ctx'][bound]:g}, not {_word(error['input'])}"
     if error["type"] in ("value_error", "mistake"):
         return " ".join(str(error["msg"]).removeprefix("Value error, ").split())
     return f"{' '.join(str(error['msg']).replace('Input should', 'must').split())}, not {error['input']!r}"[:300]
+
+
+_WANTED = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), 'a table, as in {phase = "a", lasts = "9s"}'),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list, as in [ ... ]"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    "string_type": "text in quotes", "string_too_short": "text, which says something",
+}  # fmt: skip
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def _word(value: Any) -> str:
+    """As the file has it."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else f"{value}"[:100]
 
 
 def _quoted(expected: str) -> list[str]:

@@ -12,12 +12,12 @@ import msgspec
 
 from rrl.health.correlation import Here, Memory, correlate
 from rrl.health.guards import detect
-from rrl.health.hardware import judge
+from rrl.health.hardware import judge, pending
 from rrl.health.hardware_past import HardwarePast, hardware_of, recall
 from rrl.health.node_loss import absent
 from rrl.health.presence import unheard
-from rrl.health.readings import Reading
-from rrl.health.seen import Seen
+from rrl.health.readings import READERS, Reading
+from rrl.health.seen import EVERY, Seen
 from rrl.health.sightings import Watch
 from rrl.health.suspicion import to_probe
 from rrl.manager.events import Learned
@@ -28,13 +28,15 @@ from rrl.spec.jobview import HealthView, Limits, PhaseView
 from rrl.spec.phases import PHASES
 from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, index_of, role_of
 from rrl.tests.lab.scenarios.format import Scenario
-from rrl.tests.lab.scenarios.hardware import PACE, uuid_of
+from rrl.tests.lab.scenarios.hardware import PACE, UPTIME
 from rrl.tests.lab.scenarios.judge import Believed
 from rrl.tests.lab.scenarios.rhythms import Loads, roles_of
 
 _SCALED = ("silence", "join", "first_pass", "suspect", "probe", "idle")
 _LOOKS = 8
 """beats between two looks while nothing but beats is heard and nothing is due; what is due is looked at in time"""
+_ADMISSION = 30.0
+"""s that a node is looked at at most before a role may start there (rrl.manager.launching)"""
 
 
 def limits_of(scenario: Scenario, factor: float = 1.0) -> Limits:
@@ -61,10 +63,11 @@ class Ours:
         self._limits = limits_of(scenario, factor)
         self._view = msgspec.convert(scenario.health.model_dump(), HealthView)
         self._rollouts = {name for name in roles_of(scenario) if name == "rollout"}
-        self._rules = Rules()
-        self._gpus_of = {name: table.gpus or 0 for name, table in roles_of(scenario).items()}
-        self._tenants: dict[NodeName, tuple[list[str], str, str]] = {}
-        """node → UUIDs, role and life of who has its GPUs"""
+        self._rules = Rules(expect=scenario.expect)
+        self._tenants: dict[Life, tuple[NodeName, list[str]]] = {}
+        """whose are which GPUs (UUIDs)"""
+        self._looked_at: dict[NodeName, float] = {}
+        """nodes that are being admitted: since when"""
         self._tensor = "dcgm" in scenario.cluster.readers
         self._tensors: dict[Life, tuple[float, float]] = {}
         self._watch = Watch()
@@ -94,10 +97,12 @@ class Ours:
 
     def hello(self, life: Life, node: NodeName, phase: str, now: float) -> None:
         self._watch.joined(life, node, phase, now)
-        if gpus := self._gpus_of.get(role_of(life.replica), 0):
-            uuids = [uuid_of(node, index) for index in range(gpus)]
-            self._tenants[node] = uuids, role_of(life.replica), str(life)
+        self._admitted(node)
         self._news = True
+
+    def gpus(self, life: Life, node: NodeName, uuids: list[str]) -> None:
+        self._tenants.pop(life, None)  # the newest of a GPU comes last
+        self._tenants[life] = node, uuids
 
     def beat(self, life: Life, phase: str, done: int, waits_for: ReplicaId | None, now: float) -> None:
         self._watch.heard(life, phase, done, waits_for, now)
@@ -168,6 +173,7 @@ class Ours:
     # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────
     def forget(self, life: Life, now: float) -> None:
         self._watch.forget(life)
+        self._tenants.pop(life, None)
         if role_of(life.replica) == AGENT:  # what it had seen goes with it, but for what it has written
             node = NodeName(index_of(life.replica))
             if (seen := self._seen.pop(node, None)) is not None:
@@ -176,13 +182,14 @@ class Ours:
 
     def forget_node(self, node: NodeName, now: float) -> None:
         self._watch.forget_node(node)
-        for known in (self._said, self._seen, self._speaks):
+        for known in (self._said, self._seen, self._speaks, self._looked_at):
             known.pop(node, None)
         self._news = True
 
     def restarted(self, believed: Believed, now: float) -> None:
         before, self._watch, self._memory = self._watch.replicas, Watch(), Memory()
         self._watch.heed(self._limits)
+        self._watch.remember(self._journal.lessons)
         self._lessons = Lessons(self._watch, self._journal.lessons, self._record)
         for life, node in believed:
             self._watch.launched(life, node, now)
@@ -204,17 +211,21 @@ class Ours:
             seen.boot = self._boots.get(node, "")
             if node in self._past:
                 recall(seen, self._past[node])
+            if not any(one.node == node and one.status == "joined" for one in self._watch.replicas.values()
+                       if role_of(one.life.replica) != AGENT):  # fmt: skip
+                self._looked_at[node] = now
+                seen.vacant((EVERY,))
         seen.add(reading)
         self._fresh.add(node)
 
     def killed(self, life: Life, node: NodeName, now: float) -> None:
         if (seen := self._seen.get(node)) is not None:
-            seen.killed(now)
+            seen.killed(UPTIME + now)
             self._fresh.add(node)
 
     def role_died(self, node: NodeName, gpus: list[str], now: float) -> None:
         if (seen := self._seen.get(node)) is not None:
-            seen.role_died(gpus, now)
+            seen.role_died(gpus, UPTIME + now)
             self._fresh.add(node)
 
     def _judge_nodes(self, now: float) -> None:
@@ -224,14 +235,25 @@ class Ours:
             if now - self._speaks.get(node, -inf) > self._limits.beat:
                 continue
             self._fresh.discard(node)
-            if node in self._tenants:
-                self._seen[node].occupied(*self._tenants[node])
-            told = [one for one in judge(self._seen[node], node, rules, now)
+            seen = self._seen[node]
+            for life, (home, uuids) in self._tenants.items():
+                if home == node:
+                    seen.occupied(uuids, role_of(life.replica), str(life))
+            told = [_by_our_clock(one) for one in judge(seen, node, rules, UPTIME + now)
                     if one.verdict in (Verdict.WARN, Verdict.FAIL)]  # fmt: skip
+            since = self._looked_at.get(node)
+            if since is not None and (now - since >= _ADMISSION or (len(seen.newest) == len(READERS)
+                                                                    and not pending(seen))):  # fmt: skip
+                self._admitted(node)
             found = {one.key: one for one in told}
             if found != self._said.get(node, {}):
                 self._said[node] = found
                 self._news = True
+
+    def _admitted(self, node: NodeName) -> None:
+        """A role may start there, or has: nobody is asked any more whether its GPUs are free."""
+        if self._looked_at.pop(node, None) is not None and (seen := self._seen.get(node)) is not None:
+            seen.vacant(())
 
     # ── found ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def findings(self, now: float) -> list[Finding]:
@@ -257,3 +279,9 @@ class Ours:
         return Here(len(self._watch.nodes), {one.node for one in working}, joined,
                     silent=unheard(self._raw, self._watch, self._limits, now),
                     absent=absent(self._raw, self._watch, self._limits, now))  # fmt: skip
+
+
+def _by_our_clock(finding: Finding) -> Finding:
+    """With its times by the manager's clock."""
+    evidence = tuple(msgspec.structs.replace(one, at=one.at - UPTIME) for one in finding.evidence)
+    return msgspec.structs.replace(finding, since=finding.since - UPTIME, evidence=evidence)

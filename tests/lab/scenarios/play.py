@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import inf
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, gang_of, role_of
 from rrl.tests.lab.scenarios import repairs
@@ -28,6 +29,8 @@ class Alarm(Struct, frozen=True):
     incarnation: int
     """0 for nodes"""
     text: str = ""
+    until: float = inf
+    """when it was not said any more"""
 
 
 class Outcome(Struct, frozen=True):
@@ -62,8 +65,9 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
     machines = Machines(scenario, seed)
     world = World(name, scenario, seed, judge)
     world.died = lambda member: judge.role_died(
-        member.node.name, [uuid_of(member.node.name, index) for index in range(member.gpus)], world.now
+        member.node.name, [uuid_of(member.node.name, index) for index in member.held], world.now
     )
+    machines.used = world.used
     shift = world.chance("jitter").uniform(0.0, scenario.jitter.draw(world.chance("jitter of")))
     happenings = [Happening(event, index, shift, world, machines) for index, event in enumerate(scenario.event)]
     for node in world.nodes.values():
@@ -74,6 +78,8 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
     following = [one for one in happenings if one.event.after]
     alarms: list[Alarm] = []
     told: set[str] = set()
+    standing: dict[str, int] = {}
+    """what is said now: which of the alarms"""
     while world.now < scenario.lasts:
         for one in happenings:
             if world.now >= one.due:
@@ -91,9 +97,13 @@ def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
         findings = judge.findings(world.now)
         current = {_words(one) for one in findings} if findings else set()
         new = [one for one in findings if _words(one) not in told] if current else []
+        for words in told - current:
+            if (index := standing.pop(words, None)) is not None:
+                alarms[index] = replace(alarms[index], until=world.now)
         told = current
         for finding in new:
             if finding.verdict in (Verdict.FAIL, Verdict.WARN):
+                standing[_words(finding)] = len(alarms)
                 alarms.append(_alarm(finding, world.now))
         for finding in findings:
             if finding.verdict is Verdict.FAIL:
@@ -157,12 +167,13 @@ def _scored(
         accepted, also = _accepted(truth, happening)
         first: Alarm | None = None
         for index, alarm in enumerate(alarms):
-            if alarm.at < since:
+            stands = truth.verdict == "WARN" and alarm.verdict == "WARN" and alarm.until > since
+            if (alarm.at < since and not stands) or (truth.never == "fail" and alarm.verdict == "FAIL"):
                 continue
             if _is_among(alarm, accepted):
                 explained.add(index)
                 if first is None and (alarm.verdict == "FAIL" or truth.verdict == "WARN"):
-                    first = alarm
+                    first = replace(alarm, at=max(alarm.at, since))
             elif _is_among(alarm, also):
                 explained.add(index)
         in_time = first is not None and first.at <= since + truth.within
@@ -201,7 +212,8 @@ def _accepted(truth: Truth, happening: Happening | None) -> tuple[dict[str, int]
         for replica, node in happening.places.items():
             gang = str(gang_of(replica))
             if any(str(gang_of(one)) == gang for one in named if "/" in one):
-                accepted.setdefault(replica, happening.incarnations.get(replica, 1))
+                suffers = also if truth.exact else accepted
+                suffers.setdefault(replica, happening.incarnations.get(replica, 1))
             if node in accepted:
                 also[replica] = happening.incarnations.get(replica, 1)
                 also[f"agent/{node}"] = 10**6

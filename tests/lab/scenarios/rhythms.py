@@ -91,14 +91,16 @@ SMALL = ("trajectories", "reward")
 def roles_of(scenario: Scenario) -> dict[str, RoleTable]:
     """All roles with rhythms, in the order in which nodes are given to them."""
     roles = {**_USUAL, **scenario.roles}
-    return {name: _filled(name, table) for name, table in roles.items() if table.replicas}
+    filled = {name: _filled(name, table) for name, table in roles.items()}
+    return {name: table for name, table in filled.items() if table.replicas}
 
 
 def _filled(name: str, table: RoleTable) -> RoleTable:
     gpus = table.gpus if table.gpus is not None else 8 if name in ("trainer", "rollout") else 0
     once = table.once if table.once is not None else () if table.rhythm else _ONCE.get(name, ())
+    said = table if "replicas" in table.model_fields_set else _USUAL.get(name, table)
     update = {
-        "gpus": gpus, "once": once, "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),
+        "replicas": said.replicas, "gpus": gpus, "once": once, "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),
         "starts": table.starts or _STARTS,
     }  # fmt: skip
     return table.model_copy(update=update)

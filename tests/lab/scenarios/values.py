@@ -47,6 +47,8 @@ def _drawn(value: object) -> object:
             median, spread = _seconds(two[0]), two[1]
             if median > 0 and isinstance(spread, int | float) and 0 <= spread <= 2:
                 return Drawn("lognormal", median, float(spread))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(_unit(value))
     raise ValueError('must be a duration: "90s", {uniform = ["10s", "30s"]} or {lognormal = ["60s", 0.3]}')
 
 
@@ -58,8 +60,12 @@ def _seconds(text: object) -> float:
     if text == "never":
         return math.inf
     if not isinstance(text, str):
-        raise ValueError(f'a duration needs a unit; write for example "{text}s"')
+        raise ValueError(_unit(text) if isinstance(text, int | float) else 'must be a duration, as in "90s"')
     return seconds(text)
+
+
+def _unit(number: object) -> str:
+    return f'a duration needs a unit; write for example "{number}s"'
 
 
 def _lasting(value: object) -> object:

@@ -18,6 +18,7 @@ from rrl.tests.lab.scenarios.actors import (
     Node,
 )  # fmt: skip
 from rrl.tests.lab.scenarios.format import Scenario
+from rrl.tests.lab.scenarios.hardware import gpus_of, uuid_of
 from rrl.tests.lab.scenarios.judge import Judge
 from rrl.tests.lab.scenarios.places import placed
 from rrl.tests.lab.scenarios.questions import Questions
@@ -46,6 +47,7 @@ class World:
         self.deaf_how = ""
         self.cluster_away = 0.0
         self.poll_at = 0.0
+        self._gpus = gpus_of(scenario)
         self._questions = Questions(self.random)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self.died: Callable[[Member], None] | None = None
@@ -144,8 +146,28 @@ class World:
         gang.joins_at = self.now + takes
         for member in gang.members:
             self.living[member.life] = member
+            self._hand_out(member)
             if not self.deaf:
                 self.judge.launched(member.life, member.node.name, self.now)
+
+    def _hand_out(self, member: Member) -> None:
+        """GPUs of its node in order: the first that nobody has; where there are not enough, from the first on."""
+        taken = {one for other in self.living.values() if other is not member and other.node is member.node
+                 and not other.ended for one in other.held}  # fmt: skip
+        free = [index for index in range(self._gpus) if index not in taken]
+        enough = len(free) >= member.gpus
+        member.held = tuple(free[: member.gpus]) if enough else tuple(range(min(member.gpus, self._gpus)))
+
+    def used(self, node: NodeName) -> set[int]:
+        """GPUs that somebody who has joined has there."""
+        here = (one for gang in self.gangs.values() if gang.joined for one in gang.members if one.node.name == node)
+        return {gpu for one in here if not one.ended for gpu in one.held}
+
+    def _greets(self, member: Member, phase: str) -> None:
+        member.welcomed = True
+        self.judge.hello(member.life, member.node.name, phase, self.now)
+        if member.held:
+            self.judge.gpus(member.life, member.node.name, [uuid_of(member.node.name, gpu) for gpu in member.held])
 
     def _starts(self, gang: Gang) -> None:
         if gang.launch_at < inf:
@@ -198,8 +220,7 @@ class World:
             self._deliver(member)
         else:
             if not member.welcomed:
-                member.welcomed = True
-                self.judge.hello(member.life, member.node.name, gang.beat.phase, now)
+                self._greets(member, gang.beat.phase)
             phase, done, waits_for = self._told(gang, member, stands)
             self.judge.beat(member.life, phase, done, waits_for, now)  # type: ignore[arg-type]
         if self._ticks % LOADS_EVERY == 0 and now >= member.node.cut and not self.deaf:  # its agent tells them
@@ -233,8 +254,7 @@ class World:
             member.outbox.append(newest)
             member.welcomed = False
         if not member.welcomed:
-            member.welcomed = True
-            self.judge.hello(member.life, member.node.name, self.gang(member.life).beat.phase, now)
+            self._greets(member, self.gang(member.life).beat.phase)
         while member.outbox and member.outbox[0][0] <= now:
             _, what, told = member.outbox.popleft()
             getattr(self.judge, what)(member.life, *told, now)
@@ -283,6 +303,7 @@ class World:
             return
         believed = [(one.life, one.node.name) for gang in self.gangs.values() if gang.launch_at == inf
                     for one in gang.members]  # fmt: skip
+        believed += [(node.agent, node.name) for node in self.nodes.values() if not node.excluded]
         self.judge.restarted(believed, self.now)
         for node in self.nodes.values():
             node.introduced = False

@@ -1,0 +1,54 @@
+"""What one agent saw on a node, the next one misses when it is gone."""
+
+from __future__ import annotations
+
+from rrl.health.hardware_past import HardwarePast, hardware_of, recall
+from rrl.health.readings import FabricData, NvLink
+from rrl.health.seen import Seen
+from rrl.spec.words import Verdict
+from rrl.tests.health.looked_at import LookedAt, gpu, port
+
+UP = port("mlx5_2")
+DOWN = port("mlx5_2", state="DOWN", physical="Polling")
+
+
+def agent(past: HardwarePast | None = None, boot: str = "b1") -> LookedAt:
+    node = LookedAt()
+    node.seen.boot = boot
+    if past is not None:
+        recall(node.seen, past)
+    return node
+
+
+def seen_before() -> HardwarePast:
+    links = (NvLink(link=0, active=True), NvLink(link=1, active=True))
+    return hardware_of(agent().reads(FabricData(ports=(UP,))).gpus(gpu(0, nvlinks=links)).seen)
+
+
+def test_what_was_seen_is_known_to_the_next_agent() -> None:
+    past = seen_before()
+    assert (past.gpus, past.hcas, past.ports_up) == (2, ("mlx5_2",), ("mlx5_2/1",))
+    assert past.links_up["GPU-0"] == (0, 1)
+    assert hardware_of(agent(past).seen) == past
+
+
+def test_a_port_that_went_down_while_no_agent_looked_is_found() -> None:
+    for past, found in ((seen_before(), True), (None, False)):
+        node = agent(past).reads(FabricData(ports=(DOWN,)), times=60, every=5.0)
+        assert any(one.verdict in (Verdict.WARN, Verdict.FAIL) and "mlx5_2" in str(one) for one in node.found) is found
+
+
+def test_another_boot_begins_anew_and_so_does_one_of_which_nobody_knows_which_it_is() -> None:
+    for boot in ("b2", ""):
+        assert hardware_of(agent(seen_before(), boot).seen) == HardwarePast(boot)
+    unknown = Seen()
+    recall(unknown, HardwarePast("", gpus=8))
+    assert unknown.most_gpus == 0
+
+
+def test_another_job_may_be_given_other_gpus_of_the_node() -> None:
+    past = hardware_of(agent().gpus().seen, "4711")
+    for job, gpus in (("4711", 2), ("4712", 0)):
+        node = agent()
+        recall(node.seen, past, job)
+        assert node.seen.most_gpus == gpus

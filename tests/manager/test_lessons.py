@@ -1,0 +1,96 @@
+"""What is usual is kept in the journal, and the next manager's watch begins with it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rrl.health.guards import detect
+from rrl.health.lessons import Lesson
+from rrl.health.sightings import Watch
+from rrl.health.usual import Took
+from rrl.manager import events as ev
+from rrl.manager.actions import Launch, Why
+from rrl.manager.fold import fold
+from rrl.manager.lessons import PAUSE, Lessons, inherit
+from rrl.manager.state import State
+from rrl.spec.launch import tag_of
+from rrl.spec.words import Life, NodeName, Outcome, Verdict
+from rrl.tests.manager.jobs import RUN, TRAINER, job
+
+N1 = NodeName("n1")
+LIFE = Life(TRAINER, 1)
+USUAL = {"trainer": Lesson({"checkpoint": Took(8, 5.0, 8.0), "train": Took(8, 60.0, 80.0)}, tensor_seen=True)}
+
+
+def told(*events: ev.Event) -> State:
+    state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, job())))
+    launch = Launch(LIFE, tag_of(RUN, LIFE), "pool", N1, Why(("it is wanted",)))
+    for event in (ev.Intended(launch), ev.Joined(LIFE, N1, "n1", 7), *events):
+        state = fold(state, ev.Stamped(state.seq + 1, 10.0, 1, event))
+    return state
+
+
+def phases(*names: str) -> list[ev.Event]:
+    return [ev.PhaseEntered(LIFE, name) for name in names]
+
+
+def stuck(state: State, phase: str) -> float:
+    """s after which a new manager, to which the trainer only beats, finds that it hangs."""
+    watch, began = Watch(), 1000.0
+    inherit(watch, state, began)
+    watch.joined(LIFE, N1, phase, began)
+    limits, beat = state.job.limits, 10.0
+    limits = msgspec.structs.replace(limits, beat=beat, silence=60.0)
+    for tick in range(1, 1500):
+        now = began + tick * beat
+        watch.heard(LIFE, phase, 3, None, now)
+        found, _ = detect(watch, limits, now)
+        if any(one.verdict is Verdict.FAIL and one.life == LIFE for one in found):
+            return now - began
+    return float("inf")
+
+
+def test_a_hang_is_found_by_what_was_usual_under_the_manager_before() -> None:
+    went = phases("starting", "train", "checkpoint", "publish", "wait_data", "train", "checkpoint")
+    assert stuck(told(*went, ev.Learned(USUAL)), "checkpoint") < 400.0
+    assert stuck(told(*went), "checkpoint") > 3000.0, "of an old journal nobody knows what is usual"
+
+
+def test_a_first_pass_goes_on_being_one() -> None:
+    went = phases("starting", "train", "checkpoint")
+    assert stuck(told(*went, ev.Learned(USUAL)), "checkpoint") > 1800.0
+
+
+def test_the_state_has_which_phases_a_life_has_left_and_its_successor_begins_anew() -> None:
+    state = told(*phases("starting", "train", "publish", "train"))
+    assert state.replicas[TRAINER].passed == ("starting", "train", "publish")
+    again = Launch(Life(TRAINER, 2), tag_of(RUN, Life(TRAINER, 2)), "pool", N1, Why(("it is wanted",)))
+    assert fold(state, ev.Stamped(state.seq + 1, 11.0, 1, ev.Intended(again))).replicas[TRAINER].passed == ()
+
+
+def test_what_is_usual_is_looked_at_once_a_minute_and_recorded_when_it_has_changed() -> None:
+    watch, recorded = Watch(), list[ev.Learned]()
+    lessons = Lessons(watch, {}, recorded.append)
+    lessons.consider(0.0)
+    watch.remember(USUAL)
+    lessons.consider(PAUSE - 1.0)
+    assert recorded == [], "not before its time"
+    lessons.consider(PAUSE)
+    assert recorded == [ev.Learned(USUAL)]
+    for minute in range(2, 10):
+        lessons.consider(minute * PAUSE)
+    assert len(recorded) == 1
+
+
+def test_a_manager_does_not_record_anew_what_it_was_handed() -> None:
+    state, recorded = told(ev.Learned(USUAL)), list[ev.Learned]()
+    watch = Watch()
+    inherit(watch, state, 1000.0)
+    Lessons(watch, state.lessons, recorded.append).consider(1000.0)
+    assert recorded == []
+
+
+def test_a_run_that_is_resumed_with_another_job_learns_anew() -> None:
+    state = told(ev.Learned(USUAL), ev.RunEnded(Outcome.CANCELLED, "ada wanted it"))
+    resumed = fold(state, ev.Stamped(state.seq + 1, 20.0, 2, ev.Resumed("ada", "c1", job())))
+    assert resumed.lessons == {}
