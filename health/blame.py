@@ -4,7 +4,7 @@ A wait is a standstill only where the whole run stands: as long as one replica w
 has a finding of its own, that one explains why others wait, and it is judged by its own detectors. (A reward role that
 waits out a long training step, a trainer that waits while a rollout is being replaced: both normal.)
 
-Services are no such explanation for ever: who has waited for twice the longest that its wait may last, for a role all
+Services are no such explanation for ever: who has waited for longer than any such wait may last, for a role all
 of which waits too, is charged though the store between them still serves somebody.
 
 A service is charged sooner, for it has no business but to answer: when all who wait lead to it and to nobody else,

@@ -26,7 +26,7 @@ _WARMED = ("publish", "score")
 """phases whose first pass takes long only at work: compiling and packing take CPU or GPU. A first checkpoint may wait
 for storage, and idle then"""
 ENDLESS = 1.25
-"""times ``longest`` of a phase that waits, after which services that are still at work explain no wait"""
+"""times ``longest`` of a phase that waits (19 min by default), after which services at work explain no wait"""
 _SERVE = "serve"
 
 

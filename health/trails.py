@@ -6,14 +6,12 @@ from collections.abc import Iterator
 
 _STEP = 5.0
 """s: rises closer to each other than this are one"""
+_BLINK = 300.0
+"""s after a fall within which a total that is back where it was has never been away (ours)"""
 _Past = tuple[float, float, int, int, list[tuple[float, int]], int]
 """when it fell, and ``start``, ``first``, ``_before``, ``_rises`` and ``last`` of then"""
 _KEPT = 7200.0
 """s of past; longer than any window of a rule but "within a day", which asks for the whole rise"""
-
-
-_BLINK = 300.0
-"""s after a fall within which a total that is back where it was has never been away (ours)"""
 
 
 class Trail:
@@ -37,10 +35,10 @@ class Trail:
             self.start, self.first, self._before, self._rises, self.last = at, total, total, [], total
             return
         if self._fallen is not None:
-            fell_at, *past = self._fallen
+            fell_at, start, first, before, rises, last = self._fallen
             self._fallen = None
-            if total >= past[-1] and at - fell_at <= _BLINK:
-                self.start, self.first, self._before, self._rises, self.last = past
+            if total >= last and at - fell_at <= _BLINK:
+                self.start, self.first, self._before, self._rises, self.last = start, first, before, rises, last
                 self.add(at, total)
                 return
         if self._rises and at - self._rises[-1][0] < _STEP:

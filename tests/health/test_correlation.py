@@ -295,8 +295,13 @@ def test_a_rule_by_which_most_nodes_are_proved_to_be_bad_condemns_none_of_the_ot
     assert "a site's rule is wrong" in shared.evidence[0].text
 
 
-@pytest.mark.parametrize(("cause", "detector", "shared"), [(Cause.FABRIC, "port_down", "the fabric that they share"),
-                                                           (Cause.STORAGE, "mount", "the storage that they share")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cause", "detector", "shared"),
+    [
+        (Cause.FABRIC, "port_down", "the fabric that they share"),
+        (Cause.STORAGE, "mount", "the storage that they share"),
+    ],
+)
 def test_what_most_nodes_say_of_fabric_or_storage_is_no_rule_that_is_wrong(
     cause: Cause, detector: str, shared: str
 ) -> None:

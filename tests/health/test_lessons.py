@@ -95,8 +95,10 @@ def test_what_was_remembered_gives_way_to_what_is_seen_and_its_longest_last() ->
         ({"trainer": Lesson({**LESSON.phases, "checkpoint": Took(8, 5.9, 8.0)}, tensor_seen=True)}, False),
         ({"trainer": Lesson(LESSON.phases, tensor_seen=True, slowest_load=9.0)}, True),
     ],
-    ids=["forgotten", "the same", "another role", "no tensor cores", "a phase less", "a little slower", "one far longer",
-         "twice as many", "less than a second", "loads"],
+    ids=[
+        "forgotten", "the same", "another role", "no tensor cores", "a phase less", "a little slower", "far longer",
+        "twice as many", "less than a second", "loads",
+    ],
 )  # fmt: skip
 def test_a_change_is_worth_a_record_when_a_deadline_moves(after: dict[str, Lesson], worth: bool) -> None:
     assert noticeable({"trainer": LESSON}, after) is worth

@@ -20,11 +20,18 @@ def shifted(at: float, shift: float) -> float:
     return at + shift if at > 0 else 0.0
 
 
+_NO_LIFE = -1
+
+
 class Happening:
     """One event of a scenario in one run."""
 
     def __init__(self, event: Event, index: int, shift: float, world: World, machines: Machines) -> None:
         self.event, self._world, self._machines = event, world, machines
+        named = any(truth.of == (event.name or event.do) for truth in world.scenario.truth)
+        sole = len(world.scenario.event) == 1 and any(truth.at is None for truth in world.scenario.truth)
+        self._awaited = event.phase is not None or named or sole
+        """it is a failure or a silence of its own; else what follows from one, and is over with the life that had it"""
         self.name = event.name or event.do
         random = world.chance(f"event {index}")
         at = event.at.draw(random)
@@ -40,8 +47,8 @@ class Happening:
         """replica → its node then"""
         self._over: set[str] = set()
         self._meant: dict[str, int] = {}
-        """replica → the incarnation that was there when it was due, or the next where that one had ended: no later life
-        is struck"""
+        """replica → the incarnation that was there when it was due: no later life is struck. Where that one was then
+        being replaced: the next, if the event is awaited, else none"""
 
     def follows(self, other: Happening) -> None:
         """It comes after that one, if that is what its ``after`` says."""
@@ -149,8 +156,11 @@ class Happening:
         name = str(member.life.replica)
         if name in self._over:
             return
-        if member.ended and name not in self._meant and event.do != "start_takes":
-            return  # it waits for the next life
+        starts = member.ended or (not gang.joined and gang.incarnation > 1)
+        if starts and event.do != "start_takes" and name not in self._meant:
+            if self._awaited and member.ended:
+                return  # it waits for the next life
+            self._meant[name] = gang.incarnation if self._awaited else _NO_LIFE
         if self._meant.setdefault(name, gang.incarnation) != gang.incarnation:
             self._over.add(name)
             return

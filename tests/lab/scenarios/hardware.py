@@ -97,7 +97,7 @@ class _Machine:
     gone: dict[int, tuple[float, float]] = field(default_factory=dict)
     """GPU → from when until when NVML does not count it"""
     hcas_gone: dict[str, tuple[float, float]] = field(default_factory=dict)
-    told: float = 0.0
+    told: float = -inf
     """kernel lines up to here have been read"""
     heard: float = inf
     """Xids up to here have been heard by NVML, or are lost; inf: it does not listen yet"""
@@ -132,7 +132,7 @@ class Machines:
         self.expect(node, event, now)
         machine.busy_until = max(machine.busy_until, until + _AFTER, now + event.times * event.every.a + _AFTER)
         given = values_of(struct_of(event), event.set) if event.do in STRUCTS else event.set
-        given |= {name: None for name in event.unread}
+        given = {**given, **dict.fromkeys(event.unread)}
         if event.unread:
             given["unread"] = dict.fromkeys(event.unread, "not supported")
         change = _Change(now, until, given, event.grow, None if event.link is None else frozenset(event.link))
@@ -147,9 +147,9 @@ class Machines:
                 for gpu in event.gpus(len(machine.gpus)):
                     machine.gpu_changes.setdefault(gpu, []).append(change)
             case "gpu_lost":
-                machine.lost |= {gpu: (now, event.text or "GPU is lost") for gpu in event.gpus(len(machine.gpus))}
+                machine.lost |= dict.fromkeys(event.gpus(len(machine.gpus)), (now, event.text or "GPU is lost"))
             case "gpu_gone":
-                machine.gone |= {gpu: (now, until) for gpu in event.gpus(len(machine.gpus))}
+                machine.gone |= dict.fromkeys(event.gpus(len(machine.gpus)), (now, until))
             case "port":
                 machine.port_changes.setdefault(event.port, []).append(change)
             case "hca_gone":
@@ -216,8 +216,8 @@ class Machines:
         else:
             active = tuple(incident for since, until, incident in machine.incidents if since <= now < until)
             run = now // _HEALTH_EVERY * _HEALTH_EVERY
-            gpus = tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus)
-            data = r.DcgmData(gpus, active, health_at=run)
+            exported = tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus)
+            data = r.DcgmData(exported, active, health_at=UPTIME + run)
         return r.Reading(reader, at, data)
 
 
@@ -276,7 +276,8 @@ def healthy_gpu(node: str, index: int) -> r.Gpu:
 def _idle(gpu: r.Gpu) -> r.Gpu:
     """Nobody has it."""
     return msgspec.structs.replace(
-        gpu, memory_used=4 * 2**20, utilization=0, power=75_000, temperature=32, clock_sm=345, clock_reasons=("gpu_idle",)
+        gpu, memory_used=4 * 2**20, utilization=0, power=75_000, temperature=32, clock_sm=345,
+        clock_reasons=("gpu_idle",),
     )  # fmt: skip
 
 

@@ -117,9 +117,9 @@ def _of_event(
         of = set().union(*phases.values())
         yield "phase", f"nobody has a phase {event.phase}{_near(event.phase, of)}; there are {_some(sorted(of))}"
     there = gpus_of(scenario)
-    if event.do in _OF_GPUS and (event.do != "dcgm" or "gpu" in event.model_fields_set):
-        if (event.gpu is None and not there) or any(one >= there for one in event.gpu or ()):
-            yield "gpu", f"nodes have {there} GPUs here, counted from 0"
+    wrong = (event.gpu is None and not there) or any(one >= there for one in event.gpu or ())
+    if wrong and event.do in _OF_GPUS and (event.do != "dcgm" or "gpu" in event.model_fields_set):
+        yield "gpu", f"nodes have {there} GPUs here, counted from 0"
     if event.age is not None and event.at.draw(Random(0)) > 0:
         yield "age", 'is of lines that are in the log from the beginning: at = "0s"'
     if event.do == "stretch":

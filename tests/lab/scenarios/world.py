@@ -56,6 +56,8 @@ class World:
         """whose end the manager has not learned yet"""
         self._ticks = 0
         self.living = {one.life: one for gang in self.gangs.values() for one in gang.members}
+        for member in self.living.values():
+            self._hand_out(member)
 
     def chance(self, what: str) -> Random:
         return Random(f"{self.name}:{self.seed}:{what}")
@@ -146,7 +148,8 @@ class World:
         gang.joins_at = self.now + takes
         for member in gang.members:
             self.living[member.life] = member
-            self._hand_out(member)
+            if not member.held:
+                self._hand_out(member)
             if not self.deaf:
                 self.judge.launched(member.life, member.node.name, self.now)
 
