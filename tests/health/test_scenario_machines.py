@@ -229,7 +229,7 @@ def test_a_mistake_is_one_line_that_says_where_and_what_is_right(tmp_path: Path,
 def test_events_that_would_come_after_the_end_with_every_seed_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "one.toml"
     file.write_text('about = "x"\nlasts = "5min"\njitter = "10min"\n')
-    with pytest.raises(ScenarioError, match="one.toml:3: jitter: is as long as the scenario"):
+    with pytest.raises(ScenarioError, match=r"one\.toml:3: jitter: is as long as the scenario"):
         load(file)
 
 

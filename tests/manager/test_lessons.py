@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from rrl.health.guards import detect
 from rrl.health.lessons import Lesson
 from rrl.health.sightings import Watch
 from rrl.health.usual import Took
 from rrl.manager import events as ev
+from rrl.manager import lessons as of_managers
 from rrl.manager.actions import Launch, Why
 from rrl.manager.fold import fold
 from rrl.manager.lessons import PAUSE, Lessons, inherit
@@ -16,6 +18,7 @@ from rrl.manager.state import State
 from rrl.spec.launch import tag_of
 from rrl.spec.words import Life, NodeName, Outcome, Verdict
 from rrl.tests.manager.jobs import RUN, TRAINER, job
+from rrl.tests.manager.test_crash_points import LIMITS, Script, lived
 
 N1 = NodeName("n1")
 LIFE = Life(TRAINER, 1)
@@ -94,3 +97,19 @@ def test_a_run_that_is_resumed_with_another_job_learns_anew() -> None:
     state = told(ev.Learned(USUAL), ev.RunEnded(Outcome.CANCELLED, "ada wanted it"))
     resumed = fold(state, ev.Stamped(state.seq + 1, 20.0, 2, ev.Resumed("ada", "c1", job())))
     assert resumed.lessons == {}
+
+
+def test_managers_of_a_run_hand_on_what_they_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[dict[str, Lesson]] = []
+    remember = Watch.remember
+
+    def noted(watch: Watch, known: dict[str, Lesson]) -> None:
+        handed.append(dict(known))
+        remember(watch, known)
+
+    monkeypatch.setattr(of_managers, "PAUSE", 0.5)  # the run takes less than a minute
+    monkeypatch.setattr(Watch, "remember", noted)
+    script = Script(Outcome.COMPLETED, granted=1, job=job(spares=0, limits=LIMITS, steps=12))
+    _, _, state = lived(script, lambda site: setattr(site, "kill_every", 60))
+    assert handed[0] == {}
+    assert handed[-1].keys() == state.lessons.keys() == {"reward", "rollout"}

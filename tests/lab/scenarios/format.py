@@ -78,7 +78,6 @@ class Beat(_Table):
     tensor: Share | None = None
     """share of the time in which tensor cores work (what RobustRL reads)"""
 
-
     @model_validator(mode="before")
     @classmethod
     def _as_in_events(cls, data: Any) -> Any:

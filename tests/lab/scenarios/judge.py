@@ -64,4 +64,3 @@ class Judge(Protocol):
         """A process that had these GPUs (UUIDs) died there, and we did not kill it."""
 
     def findings(self, now: float) -> list[Finding]: ...
-

@@ -69,7 +69,7 @@ def mistakes(scenario: Scenario) -> Iterator[Mistake]:
         for key, words in _of_event(event, scenario, members, list(map(str, nodes)), phases, names):
             yield ("event", index, key), words
     for index, truth in enumerate(scenario.truth):
-        if (words := _of_origin(truth, names)):
+        if words := _of_origin(truth, names):
             yield ("truth", index, "of"), words
         for key, whom in (("who", truth.who), *(("or", each) for each in truth.or_)):
             agents = [f"agent/{node}" for node in nodes]
@@ -172,7 +172,7 @@ def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> s
         return f"must be {_kind(of) or error}, not {json.dumps(value, default=str)}"[:300]
     words = {name: known for (table, name), known in _WORDS.items() if table is struct}.get(name, ())
     for one in value if isinstance(value, list) else [value]:
-        if words and one not in words and not str(one).startswith(_NUMBERED):
+        if words and one and one not in words and not str(one).startswith(_NUMBERED):
             return f"knows no {one}{_near(str(one), words)}; it has {', '.join(words)}"
     if struct is Mount and name in ("used", "inodes_used") and not 0 <= value <= 1:
         return f"is a share, from 0 to 1, not {value:g}"
