@@ -183,8 +183,10 @@ def suspected(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 def _answers_by(seen: ReplicaSighting, limits: Limits, asked_at: float) -> float:
     activity = seen.activity
     told = activity.at is not None and activity.at >= asked_at
-    if loops(seen):  # whoever waits is idle, unless loads say otherwise
-        return asked_at + limits.probe * (AT_WORK if told and (activity.works or activity.hosts) else 1.0)
+    if loops(seen) and told and (activity.works or activity.hosts):
+        return asked_at + limits.probe * AT_WORK
+    if loops(seen):  # it has answered as it waited, and has nothing else to do
+        return asked_at + limits.probe * (IDLE_SHARE if _idle_since(seen, asked_at) else 1.0)
     if _idle_since(seen, asked_at):
         return asked_at + limits.probe * (1.0 if seen.first_pass else IDLE_SHARE)
     if told and activity.spins_since is not None:  # a prefill works its tensor cores, of which one hears late

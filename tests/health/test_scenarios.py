@@ -214,6 +214,17 @@ def test_confusion_counts_misses_wrong_alarms_and_silence_that_was_right() -> No
     assert counts == {("nothing wrong", "nothing wrong"): 1, ("hang", "hang"): 1, ("nothing wrong", "hang"): 1}
 
 
+def test_each_hang_is_held_against_itself() -> None:
+    """A rollout's and two trainers': one ratio each, whatever is the median of all delays."""
+
+    def plays(*delays: float) -> list[Played]:
+        found = [Outcome("x", "hang", "FAIL", 0.0, delay, True, "hang") for delay in delays]
+        return [Played("three", 0, tuple(found), ())]
+
+    assert ratio(plays(30.0, 100.0, 100.0), plays(90.0, 300.0, 300.0)) == pytest.approx(1.0 / 3.0)
+    assert ratio(plays(30.0, 100.0, 45.0), plays(90.0, 300.0, 90.0)) == pytest.approx(1.0 / 3.0)
+
+
 def test_a_ratio_needs_hangs_that_both_find() -> None:
     assert ratio(_plays(30.0, 0), [Played("one", 0, (), ())]) is None
 

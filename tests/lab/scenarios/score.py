@@ -75,26 +75,27 @@ def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
 
 
 def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
-    """Median delay of the hangs that both find, ours over theirs; None where there are none."""
+    """Median, of the hangs that both find, of our delay over theirs for the same hang; None where there are none. (Of
+    pairs: RobustRL gives a rollout 90 s and a trainer 300, so that a ratio of two medians says which of them are many.)
+    """
     mine, other = hang_delays(ours), hang_delays(theirs)
-    both = mine.keys() & other.keys()
-    if not both or not (denominator := median(other[key] for key in both)):
-        return None
-    return median(mine[key] for key in both) / denominator
+    pairs = [mine[key] / other[key] for key in mine.keys() & other.keys() if other[key]]
+    return median(pairs) if pairs else None
 
 
 def compared(ours: Sequence[Played], theirs: Sequence[Played]) -> dict[str, float | int | None]:
-    """Delays of hangs, ours over theirs, with the bounds as they are. ``median`` and ``mean`` of those that both find,
-    ``each``: median of the ratios of each; ``median_of_all`` and ``mean_of_all``: a hang that only one of them finds
-    counts as open until the other's play ended, so that nobody gains by missing what takes long; and how many hangs
-    each finds alone."""
+    """Delays of hangs, ours over theirs, with the bounds as they are. ``each``: :func:`ratio`; ``median`` and ``mean``:
+    ratios of those of what both find; ``median_of_all`` and ``mean_of_all``: a hang that only one of them finds counts
+    as open until the other's play ended, so that nobody gains by missing what takes long; and how many hangs each finds
+    alone."""
     mine, other = hang_delays(ours), hang_delays(theirs)
     both, either = mine.keys() & other.keys(), mine.keys() | other.keys()
     left = {**_left(ours), **_left(theirs)}
+    each = ratio(ours, theirs)
     told: dict[str, float | int | None] = {
+        "each": None if each is None else round(each, 4),
         "median": _over(median, [mine[key] for key in both], [other[key] for key in both]),
         "mean": _over(fmean, [mine[key] for key in both], [other[key] for key in both]),
-        "each": round(median(mine[key] / other[key] for key in both if other[key]), 4) if both else None,
     }
     every = [(mine.get(key, left[key]), other.get(key, left[key])) for key in either]
     told["median_of_all"] = _over(median, [one for one, _ in every], [one for _, one in every])
