@@ -52,8 +52,8 @@ def _excluded(run: TestRun) -> Iterator[Exclude]:
 
 
 def _placed(run: TestRun) -> set[NodeName]:
-    """Nodes on which a role was ever started. Shadows may stand by before the first look at a virtual node, which is not
-    waited for where the job asks for no GPUs."""
+    """Nodes on which a role was ever started. Shadows may stand by before the first look at a virtual node, for which
+    nobody waits where the job asks for no GPUs."""
     launches = [s.event.action for s in run.events() if isinstance(s.event, ev.Intended)]
     return {one.node for one in launches
             if isinstance(one, Launch) and role_of(one.life.replica) not in (AGENT, SHADOW)}  # fmt: skip
