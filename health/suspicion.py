@@ -185,17 +185,23 @@ def _answers_by(seen: ReplicaSighting, limits: Limits, asked_at: float) -> float
     told = activity.at is not None and activity.at >= asked_at
     if loops(seen) and told and (activity.works or activity.hosts):
         return asked_at + limits.probe * AT_WORK
-    if loops(seen):  # it has answered as it waited, and has nothing else to do
-        return asked_at + limits.probe * (IDLE_SHARE if _idle_since(seen, asked_at) else 1.0)
-    if _idle_since(seen, asked_at):
-        return asked_at + limits.probe * (1.0 if seen.first_pass else IDLE_SHARE)
+    if _idle_since(seen, asked_at):  # who merely waits has answered so before, be it its first pass or not
+        return asked_at + limits.probe * (1.0 if seen.first_pass and not loops(seen) else IDLE_SHARE)
+    if loops(seen):
+        return _after_work(seen, limits, asked_at)
     if told and activity.spins_since is not None:  # a prefill works its tensor cores, of which one hears late
         return max(asked_at, activity.spins_since) + limits.probe * (SPINS_FIRST if seen.first_pass else 1.0)
     if seen.first_pass:
         return inf  # it loads, or compiles: time judges that
     if told and activity.works:
         return max(asked_at, _long_silent_at(seen, limits)) + AT_WORK * limits.probe
-    return asked_at + limits.probe
+    return _after_work(seen, limits, asked_at)
+
+
+def _after_work(seen: ReplicaSighting, limits: Limits, asked_at: float) -> float:
+    """Who was at work when it was asked answers once it has ceased; not later than who is at work all the time."""
+    ceased = max(asked_at, seen.activity.idle_since or asked_at)
+    return min(ceased + limits.probe, asked_at + AT_WORK * limits.probe)
 
 
 def _idle_since(seen: ReplicaSighting, asked_at: float) -> bool:

@@ -291,6 +291,19 @@ def test_who_waits_and_is_at_work_meanwhile_may_answer_late() -> None:
     assert trace.found() == {fail("no_answer", ROLLOUT)}
 
 
+def test_who_ceases_to_work_as_it_waits_has_as_long_to_answer_from_then_on() -> None:
+    trace = waiting_rollouts()
+    assert trace.answers is not None
+    trace.answers[ROLLOUT] = None
+    trace.loads[ROLLOUT] = (1.0, 0.0, 0.0)
+    trace.play(RESTS + LIMITS.probe + 5)  # it is asked once in this time, and long ago
+    trace.loads[ROLLOUT] = IDLE
+    trace.play(LIMITS.probe - 5)
+    assert all(seen[2] != "FAIL" for seen in trace.found())
+    trace.play(10)
+    assert trace.found() == {fail("no_answer", ROLLOUT)}
+
+
 def test_so_does_who_hangs_in_the_midst_of_a_long_wait() -> None:
     trace = waiting_rollouts()
     assert trace.answers is not None

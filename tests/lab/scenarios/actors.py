@@ -124,7 +124,7 @@ class Member:
         if stuck in ("hang", "wedge"):
             return (soon, False) if self.answer == "fails" and work else None
         late = self.answers_after() if self.answers_after is not None and now < self.answers_until else 0.0
-        return soon + late, True
+        return soon + min(late, max(0.0, self.answers_until - now)), True  # what keeps it is over then
 
 
 @dataclass(slots=True, eq=False)
