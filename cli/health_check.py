@@ -20,7 +20,7 @@ import msgspec
 
 from rrl.cli.asking import BadInput
 from rrl.health.check import CODES, check_node, overall
-from rrl.health.hardware import CHECKS
+from rrl.health.hardware import CHECKS, unknown_checks
 from rrl.spec.health_checks import RulesError, load_rules
 from rrl.spec.units import seconds
 from rrl.spec.words import Finding, NodeName, Verdict
@@ -67,8 +67,6 @@ def _tell(node: NodeName, verdict: Verdict, findings: Sequence[Finding], json: b
 
 
 def _rules(config: Path | None) -> Any:
-    from rrl.health.hardware import unknown_checks
-
     try:
         rules = load_rules(config)
     except RulesError as error:

@@ -17,7 +17,7 @@ from rrl.health.readers.keeper import read_all
 from rrl.health.readings import READERS, Reading
 from rrl.health.seen import Seen
 from rrl.spec.health_checks import Rules
-from rrl.spec.words import Finding, NodeName, Verdict
+from rrl.spec.words import WORST_FIRST, Finding, NodeName, Verdict
 
 PAUSE = 1.0
 """s between two looks at what is no proof"""
@@ -25,7 +25,6 @@ RATES = 2.0
 """s between two readings where counters' rises are asked for"""
 CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """exit codes"""
-_ORDER = (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK)
 
 Read = Callable[[Sequence[str], float, ReaderOptions], list[Reading]]
 
@@ -66,7 +65,7 @@ def overall(findings: Collection[Finding]) -> Verdict:
     hangs or breaks, or what the rules expect cannot be looked at. What is not here, or not this user's to read, says
     nothing of the node."""
     found = {finding.verdict for finding in findings if not tells_nothing(finding)}
-    return next((verdict for verdict in _ORDER if verdict in found), Verdict.OK)
+    return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)
 
 
 def _look(

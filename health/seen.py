@@ -64,10 +64,8 @@ class Seen:
         """readings of each reader so far; of :data:`HEALTH` runs of ``dcgmi health``"""
         self.told = 0
         """times that somebody told us something else than a reading"""
-        self.hung: dict[str, int] = {}
-        """readings in a row that did not come back in time"""
         self.hung_since: dict[str, float] = {}
-        """s, of the first of them"""
+        """s, of the first of the readings in a row that did not come back in time"""
         self.began: float | None = None
         self.trails: dict[tuple[str, str, str], Trail] = {}
         """by kind, device and counter"""
@@ -113,10 +111,8 @@ class Seen:
             self.kept[name] = reading.data
         self.turn[name] = self.turn.get(name, 0) + 1
         if reading.state == "hung":
-            self.hung[name] = self.hung.get(name, 0) + 1
             self.hung_since.setdefault(name, reading.at)
         else:
-            self.hung[name] = 0
             self.hung_since.pop(name, None)
         if name == "dcgm" and not (isinstance(reading.data, DcgmData) and self._told_before(reading.data)):
             self.turn[HEALTH] = self.turn.get(HEALTH, 0) + 1

@@ -54,11 +54,6 @@ class Trail:
         """Since we look."""
         return self.last - self.first
 
-    @property
-    def last_rise(self) -> float | None:
-        """s; None: it never rose."""
-        return self._rises[-1][0] if self._rises else None
-
     def within(self, window: float, now: float) -> int:
         """Its rise in the last ``window`` s."""
         before = self._before if window <= _KEPT else self.first

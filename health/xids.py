@@ -20,8 +20,6 @@ from rrl.spec.words import Remedy
 
 AUTHORITY = 154
 """the driver's own word on what a GPU needs"""
-SYMPATHETIC = 45
-"""follows other Xids and kills; never a cause (NVSentinel#1629: 77 healthy nodes flagged)"""
 GRAVEST: frozenset[XidClass] = frozenset(("node_out", "gpu_reset"))
 """act also around our own kill of a step"""
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rrl.health.progress import NODE_DETECTORS
 from rrl.spec.jobview import HealthView
-from rrl.spec.words import AGENT, Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict, replica_id
+from rrl.spec.words import AGENT, WORST_FIRST, Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict, replica_id
 from rrl.transport.messages import AgentHello, Found
 
 OBSERVED = "observe only"
@@ -133,7 +133,7 @@ def unchanged(before: Finding | None, after: Finding) -> Finding:
 
 
 def _grave(finding: Finding) -> int:
-    return (Verdict.OK, Verdict.UNKNOWN, Verdict.WARN, Verdict.FAIL).index(finding.verdict)
+    return -WORST_FIRST.index(finding.verdict)
 
 
 def _timeless(finding: Finding) -> Finding:

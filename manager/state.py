@@ -408,14 +408,15 @@ def open_requests(state: State) -> dict[str, str]:
 
 def finding_about(state: State, life: Life) -> Finding | None:
     """The FAIL finding about a life, if there is one; proofs first."""
-    return _gravest(finding for finding in state.findings.values() if finding.life == life)
+    return gravest(finding for finding in state.findings.values() if finding.life == life)
 
 
 def node_finding(state: State, node: NodeName) -> Finding | None:
     """The same about a node."""
-    return _gravest(finding for finding in state.findings.values() if finding.node == node)
+    return gravest(finding for finding in state.findings.values() if finding.node == node)
 
 
-def _gravest(findings: Iterable[Finding]) -> Finding | None:
+def gravest(findings: Iterable[Finding]) -> Finding | None:
+    """The one FAIL to go by: proofs first, then the oldest."""
     failing = (finding for finding in findings if finding.verdict is Verdict.FAIL)
     return min(failing, key=lambda finding: (not finding.proof, finding.since), default=None)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from rrl.spec.complaints import on_one_line
 from rrl.spec.toml_lines import Path as KeyPath
 from rrl.spec.toml_lines import lines_of, nearest_line
 
@@ -31,6 +32,8 @@ CONFIG_ENV = "RRL_HEALTH_CONFIG"
 CONFIG = Path("/etc/rrl/health.toml")
 _LARGEST = 2**20
 """bytes; a config is a page long"""
+_LONGEST = 400
+"""characters of a complaint"""
 
 Mode = Literal["act", "observe", "off"]
 XidClass = Literal["node_out", "gpu_reset", "nvlink", "app", "ignore", "service", "rest"]
@@ -258,11 +261,11 @@ def parse_rules(text: str, name: str = "health.toml") -> Rules:
     except RecursionError:
         raise RulesError(f"{name}: tables or arrays are nested too deeply") from None
     except ValueError as error:
-        raise RulesError(f"{name}: {_one_line(error)}") from None
+        raise RulesError(f"{name}: {on_one_line(error)[:_LONGEST]}") from None
     if wrong := _unknown(Rules, data, ()) or _unfit(data):
         line = nearest_line(lines_of(text), wrong[0])
         place = f"{name}:{line}" if line else name
-        raise RulesError(f"{place}: {'.'.join(map(str, wrong[0]))}: {_one_line(wrong[1])}")
+        raise RulesError(f"{place}: {'.'.join(map(str, wrong[0]))}: {on_one_line(wrong[1])[:_LONGEST]}")
     return msgspec.convert(data, Rules)
 
 
@@ -304,9 +307,3 @@ def _unfit(data: dict[str, Any]) -> tuple[KeyPath, str] | None:
         if isinstance(value, int | float) and value < 0
     ]
     return (negative[0][0], f"must be at least 0, not {negative[0][1]:g}") if negative else None
-
-
-def _one_line(what: object) -> str:
-    """Without line breaks and control characters: what is in a file must not drive a terminal."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in re.sub(r"\s+", " ", str(what)))
-    return text[:400]

@@ -21,6 +21,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rrl.spec.complaints import on_one_line
 from rrl.spec.job import Job
 from rrl.spec.model_folder import SHAPE, max_length
 from rrl.spec.toml_lines import Path as KeyPath
@@ -329,6 +330,5 @@ def _shown(value: Any) -> str:
 
 
 def _one_line(what: object, longest: int = 1000) -> str:
-    """Without line breaks and control characters: what is in a file must not drive a terminal."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in re.sub(r"\s+", " ", str(what)))
+    text = on_one_line(what)
     return text if len(text) <= longest else f"{text[:longest]}..."

@@ -116,6 +116,9 @@ class Verdict(StrEnum):
     UNKNOWN = "UNKNOWN"
 
 
+WORST_FIRST = (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK)
+
+
 class Cause(StrEnum):
     """Whose fault a finding is."""
 

@@ -8,10 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rrl.spec.words import Finding, Remedy, Verdict
+from rrl.spec.words import WORST_FIRST, Finding, Remedy, Verdict
 
 _COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
-_ORDER = (Verdict.FAIL, Verdict.WARN, Verdict.UNKNOWN, Verdict.OK)
 _TOLD = {
     Remedy.RESTART: "restart what runs there",
     Remedy.EXCLUDE: "use another node",
@@ -36,7 +35,7 @@ def health_check_view(findings: Sequence[Finding]) -> RenderableType:
     table.add_column(width=7, no_wrap=True)
     table.add_column(width=19, no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
-    for verdict in _ORDER:
+    for verdict in WORST_FIRST:
         for name, told in _lines([one for one in findings if one.verdict is verdict], verdict):
             table.add_row(Text(verdict.value, _COLOUR[verdict]), name, told)
     return Group(Text(), table)

@@ -29,7 +29,6 @@ _CORE = 0
 _SHUTDOWN, _SLOWDOWN, _MEMORY_MAX = 0, 1, 2
 _MULTIPLE_SINGLE_BIT, _DOUBLE_BIT = 0, 1
 _SHUTDOWN_TLIMIT, _SLOWDOWN_TLIMIT = 193, 194
-_NVLINK_COUNT = 91
 
 
 # ── functions behind field values ────────────────────────────────────────────────────────────────────────────────────

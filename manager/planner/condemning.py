@@ -13,7 +13,7 @@ from rrl.manager.actions import Exclude, Why
 from rrl.manager.planner.condemned import condemns
 from rrl.manager.planner.mistakes import unfit_nodes
 from rrl.manager.planner.rooms import Rooms
-from rrl.manager.state import Replica, State, Status, workers
+from rrl.manager.state import Replica, State, Status, gravest, workers
 from rrl.spec.words import AGENT, SHADOW, Cause, Finding, NodeName, Remedy, role_of
 
 
@@ -39,8 +39,7 @@ def in_words(finding: Finding) -> tuple[str, ...]:
 
 def _against(state: State, node: NodeName) -> Finding | None:
     """What condemns it; proof first."""
-    found = [one for one in state.findings.values() if one.node == node and condemns(one)]
-    return min(found, key=lambda one: (not one.proof, one.since), default=None)
+    return gravest(one for one in state.findings.values() if one.node == node and condemns(one))
 
 
 def _left_to_spares(state: State, rooms: Rooms) -> Iterator[tuple[NodeName, Finding]]:

@@ -34,7 +34,6 @@ class Node:
     """until then it says nothing"""
     cut: float = 0.0
     """until then nothing of it reaches the manager"""
-    cut_since: float = 0.0
     suspended: float = 0.0
     """until then"""
     state: str = "up"
@@ -105,9 +104,6 @@ class Member:
 
     def works(self, now: float) -> bool:
         return self.runs(now) and now >= self.stuck and now >= self.lies and not self.left
-
-    def sick(self, now: float) -> bool:
-        return self.ended or now < self.stuck or now < self.lies or not self.node.speaks(now) or self.left
 
     def speed(self, now: float) -> float:
         return self.slow if now < self.slow_until else 1.0
