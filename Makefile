@@ -6,7 +6,7 @@ EXTRAS := dev,torch,ucx,nixl
 WORKERS ?= 2
 VLLM := .venv-vllm/bin
 
-.PHONY: setup setup-vllm smollm2 demo demo-slurm test test-vllm test-long test-slurm-versions slurm check bench clean soak
+.PHONY: setup setup-vllm smollm2 demo demo-slurm test test-security test-vllm test-long test-slurm-versions slurm check bench clean soak
 
 setup: .venv/.ready
 
@@ -48,6 +48,11 @@ test: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slurm and not long and not vllm'
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'slurm and not long'
+
+# Attacks on runs, ports, files and reports: as root also by two plain users, which the tests make and remove.
+test-security: setup
+	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
+	$(BIN)/python -m pytest tests/security
 
 # The tests that need vLLM, on CPU.
 test-vllm: setup-vllm

@@ -21,9 +21,9 @@ from typing import Any
 from rrl.benchmarks._table import print_table
 from rrl.manager import events as ev
 from rrl.spec.words import Verdict
-from rrl.tests.hostile.assault import Cost, assault, targets
-from rrl.tests.hostile.attacks import Footprint
 from rrl.tests.lab.runs import TestRun, light_job, lives, submit_here
+from rrl.tests.security.assault import Cost, assault, targets
+from rrl.tests.security.attacks import Footprint
 
 FRAMES = 10_000
 HALF_OPEN = 200

@@ -6,17 +6,109 @@ import contextlib
 import os
 import pwd
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from msgspec import Struct
+
 PLAIN_USER = "rrl-lab"
+_TEMPORARY_PREFIX = "rrl-t"
+_TERMINATE_TIMEOUT_S = 10.0
+"""for a temporary user's processes to be gone after SIGKILL"""
+
+
+class PlainUser(Struct, frozen=True):
+    """A user without rights, made for the tests of one pytest worker and removed after them."""
+
+    name: str
+    uid: int
+    home: Path
+    """its own folder, mode 0700"""
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """A login environment with the ``PATH`` of this process and nothing else of it."""
+        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "USER": self.name, "LC_ALL": "C.UTF-8", **more}
+
+    def call(self, function: Callable[[], None], within: float, **more: str) -> None:
+        """Run ``function`` as this user in a forked child, for ``within`` s at most. Raises AssertionError."""
+        call_as(self.name, function, self.environment(**more), self.home, within)
+
+    def popen(self, *argv: str, **more: str) -> subprocess.Popen[str]:
+        """Start a command as this user in a session of its own; input, output and errors are pipes."""
+        pipe = subprocess.PIPE
+        return popen_as(self.name, argv, self.environment(**more), self.home, pipe, pipe, pipe)
+
+    def kill_all(self) -> None:
+        """Kill every process of this user and wait until they are gone. Raises AssertionError with what is left."""
+        deadline = time.monotonic() + _TERMINATE_TIMEOUT_S
+        while left := _processes_of(self.uid):
+            assert time.monotonic() < deadline, f"processes of {self.name} are left: {left}"
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+@contextmanager
+def temporary_user(purpose: str) -> Iterator[PlainUser]:
+    """Make a system user with a home of its own; remove both, and kill what still runs as that user, at the end.
+
+    The name holds the pid of the maker, so that pytest workers do not share users; users of makers that died are
+    removed first. Raises PermissionError where users cannot be made: only root can, and only where others can run this
+    checkout.
+    """
+    if os.geteuid() != 0 or not others_can_run_us():
+        raise PermissionError("needs root, and a checkout that other users can run, to make plain users for tests")
+    _remove_abandoned_users()
+    name = f"{_TEMPORARY_PREFIX}{os.getpid()}-{purpose}"
+    home = Path(tempfile.mkdtemp(prefix=f"{name}-", dir="/tmp"))
+    command = ["useradd", "--system", "--user-group", "--home-dir", str(home), "--no-create-home", "--shell", "/bin/sh"]
+    try:
+        subprocess.run([*command, name], check=True, capture_output=True, text=True)
+        account = pwd.getpwnam(name)
+        home.chmod(0o700)
+        os.chown(home, account.pw_uid, account.pw_gid)
+        user = PlainUser(name, account.pw_uid, home)
+        try:
+            yield user
+        finally:
+            user.kill_all()
+            subprocess.run(["userdel", name], check=True, capture_output=True, text=True)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _remove_abandoned_users() -> None:
+    """Remove the temporary users whose maker is gone, with their processes and homes."""
+    for account in pwd.getpwall():
+        maker, _, purpose = account.pw_name.removeprefix(_TEMPORARY_PREFIX).partition("-")
+        if not account.pw_name.startswith(_TEMPORARY_PREFIX) or not purpose or not maker.isdigit():
+            continue
+        if not Path(f"/proc/{maker}").exists():
+            PlainUser(account.pw_name, account.pw_uid, Path(account.pw_dir)).kill_all()
+            subprocess.run(["userdel", account.pw_name], capture_output=True)
+            shutil.rmtree(account.pw_dir, ignore_errors=True)
+
+
+def _processes_of(uid: int) -> list[int]:
+    """Pids of the processes of a user that are not zombies."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            if int(lines["Uid"].split()[0]) == uid and lines["State"].split()[0] not in "ZX":
+                found.append(int(status.parent.name))
+    return found
 
 
 def plain_user() -> str:

@@ -1,4 +1,4 @@
-"""Who is let in at an agent's doors for snapshots, and what those who are not can do. tests/hostile too."""
+"""Who is let in at an agent's doors for snapshots, and what those who are not can do. tests/security too."""
 
 from __future__ import annotations
 

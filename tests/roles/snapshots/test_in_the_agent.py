@@ -15,9 +15,9 @@ from rrl.roles.snapshots.shape import Fenced, SnapshotError
 from rrl.spec.launch import Launch
 from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life, NodeName, ReplicaId
-from rrl.tests.hostile.attacks import Footprint
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.tests.roles.snapshots.keeping import keep
+from rrl.tests.security.attacks import Footprint
 from rrl.transport import messages as msg
 
 GANG = ReplicaId("trainer/0")

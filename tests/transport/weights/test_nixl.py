@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.hostile import attacks
+from rrl.tests.security import attacks
 from rrl.tests.transport.weights.piping import CHUNK, SECRET, SIZE, SOON, calm, complete, holder, holding, piped, served
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.weights import calls, nixl, nixl_reads

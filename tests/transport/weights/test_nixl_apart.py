@@ -14,7 +14,7 @@ from rrl.transport.weights.pipe import package
 
 HERE = Path(__file__).parent
 MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py",
-           "../../hostile/test_ports.py")  # fmt: skip
+           "../../security/test_ports.py")  # fmt: skip
 MAIN = ("test_nixl.py", "test_pipes.py", "-k", "line_that_is_given_up or aborted or reader_that_is_killed or "
         "answered_later or deadline_holds or late_joiner or lying_source")  # fmt: skip
 """a few seconds: that versions are read, whom nobody believes, and what a line that is given up or a peer that dies

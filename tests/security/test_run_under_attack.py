@@ -11,8 +11,8 @@ from rrl.manager import events as ev
 from rrl.manager.state import Status
 from rrl.spec.launch import LAUNCH_ENV
 from rrl.spec.words import ReplicaId, Verdict
-from rrl.tests.hostile.assault import assault, targets
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
+from rrl.tests.security.assault import assault, targets
 
 FRAMES = 1500
 FIRST_FRAMES = 300

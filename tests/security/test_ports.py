@@ -21,10 +21,10 @@ import pytest
 from rrl.roles.snapshots.shape import SnapshotError
 from rrl.roles.trajectories.types import Answer, GetCommitted, NotYet
 from rrl.spec.words import Life, NodeName, ReplicaId
-from rrl.tests.hostile import attacks
-from rrl.tests.hostile.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
-from rrl.tests.hostile.victim import SIZE
 from rrl.tests.roles.snapshots.keeping import member
+from rrl.tests.security import attacks
+from rrl.tests.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
+from rrl.tests.security.victim import SIZE
 from rrl.tests.transport.proxy import Proxy
 from rrl.tests.transport.weights.piping import KINDS as PIPES
 from rrl.tests.transport.weights.source import VERSION, content
@@ -52,7 +52,7 @@ class Victim:
         self.kind = kind
         self.keys = RunKeys.make()
         self.keys.save(folder / "keys.json")
-        argv = [sys.executable, "-m", "rrl.tests.hostile.victim", kind, str(folder / "keys.json")]
+        argv = [sys.executable, "-m", "rrl.tests.security.victim", kind, str(folder / "keys.json")]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.endpoint = self._process.stdout.readline().strip()

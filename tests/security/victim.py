@@ -1,4 +1,4 @@
-"""One kind of port in a process of its own: ``python -m rrl.tests.hostile.victim KIND KEYS``.
+"""One kind of port in a process of its own: ``python -m rrl.tests.security.victim KIND KEYS``.
 
 Prints its address, then answers whoever belongs to the run, until its input ends.
 """

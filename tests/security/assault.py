@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec import Struct
 
 from rrl.spec.words import Life, ReplicaId
-from rrl.tests.hostile.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
 from rrl.tests.lab.runs import TestRun
+from rrl.tests.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
 from rrl.tests.transport.proxy import Proxy
 from rrl.transport.control import Address, Dialer
 from rrl.transport.keys import RunKeys

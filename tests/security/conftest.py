@@ -1,0 +1,29 @@
+"""Two plain users for tests of attacks: the owner of a run, and somebody else on the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rrl.tests.lab.plain_user import PlainUser, temporary_user
+
+
+@pytest.fixture(scope="session")
+def owner() -> Iterator[PlainUser]:
+    """The user who owns the run, its processes and its files."""
+    yield from _made("owner")
+
+
+@pytest.fixture(scope="session")
+def attacker() -> Iterator[PlainUser]:
+    """Another user of the same cluster, without any right on what the owner has."""
+    yield from _made("attacker")
+
+
+def _made(purpose: str) -> Iterator[PlainUser]:
+    try:
+        with temporary_user(purpose) as user:
+            yield user
+    except PermissionError as error:
+        pytest.skip(str(error))

@@ -1,0 +1,26 @@
+"""The two users of this folder's tests: neither may read what the other has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rrl.tests.lab.plain_user import PlainUser
+
+
+def test_the_attacker_cannot_read_what_the_owner_wrote(owner: PlainUser, attacker: PlainUser) -> None:
+    secret = owner.home / "secret"
+
+    def write() -> None:
+        secret.write_text("kept")
+
+    def read() -> None:
+        try:
+            Path(secret).read_text()
+        except PermissionError:
+            return
+        raise AssertionError(f"{os.getuid()} read {secret}")
+
+    owner.call(write, within=30)
+    assert secret.stat().st_uid == owner.uid != attacker.uid != 0
+    attacker.call(read, within=30)
