@@ -70,7 +70,7 @@ class Freshness:
 
     # ── what is begun ──────────────────────────────────────────────────────────────────────────────────────────────
     def begun(self, group: Group) -> float:
-        """Step of the oldest weights that a token of the group has or may get; inf: it is not begun, or has no limit."""
+        """Step of the oldest weights that a token of the group has or may get; inf: not begun, or no limit."""
         return self._begun.get(group.made.group, inf)
 
     def begin(self, group: Group, weights: int | None) -> bool:
@@ -150,9 +150,15 @@ class Freshness:
         """The last step that may train the group; inf: any."""
         return inf if self._most is None else self.begun(group) + 1 + self._most
 
+    @property
     def oldest_allowed(self) -> int | None:
         """Step of the oldest weights whose tokens the next step takes; None: no limit."""
         return None if self._most is None else self._state.latest - self._most
+
+    @property
+    def publish_every(self) -> float:
+        """Steps in which the trainer must publish at least once; inf: no limit."""
+        return inf if self._most is None else self._most + 1
 
     def _places(self, weights: int) -> int:
         """Groups that the steps from the next one to the last one for these weights take in all."""

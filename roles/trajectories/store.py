@@ -89,6 +89,8 @@ class Store:
         self._to_say: str | None = None
         """of the first such item, once in this life"""
         self._said = False
+        self._newest_weights: int | None = None
+        """step of the newest weights that a rollout had when it asked for work, in this life"""
         self._believed = Believed()
         self._writing = Leases()
         self._scoring = Leases()
@@ -173,6 +175,8 @@ class Store:
                 self._writing.take(trajectory, life)  # again, after we restarted
                 if self._freshness.admits(track.group, weights):
                     self._begin(track.group, weights)
+        if weights is not None:
+            self._newest_weights = max(weights, self._newest_weights or 0)
         again = sorted(self._writing.held(life).difference(holding))[:at_most]
         tracks = [self._state.tracks[trajectory] for trajectory in again]
         while len(tracks) < at_most and (track := self._next_unfinished(weights)) is not None:
@@ -198,9 +202,9 @@ class Store:
         while self._unfinished:
             begun, trajectory = self._unfinished[0]
             track = self._state.tracks.get(trajectory)
-            if track is not None and not track.finished and self._writing.holder(trajectory) is None:
-                if begun == self._freshness.begun(track.group):
-                    return track
+            free = track is not None and not track.finished and self._writing.holder(trajectory) is None
+            if track is not None and free and begun == self._freshness.begun(track.group):
+                return track
             heappop(self._unfinished)
         return None
 
@@ -431,6 +435,37 @@ class Store:
         if not self._freshness.waits:
             self._drop_misfits()
         return None
+
+    def waiting(self, number: int) -> str | None:
+        """What a trainer that asks for batch ``number`` waits for, in words for a person; None: the batch is there."""
+        if number in self._state.bindings:
+            return None
+        if self._state.latest - self._state.committed > self._keep_uncommitted:
+            return f"the trainer waits for the commit of step {self._state.committed + 1}"
+        if (weights := self._freshness.blocked()) is not None:
+            return f"the trainer waits for {self._described(self._freshness.incomplete(weights))}"
+        if (missing := self._per_batch - len(self._ready)) <= 0:
+            return None
+        oldest, newest = self._freshness.oldest_allowed, self._newest_weights
+        if oldest is not None and newest is not None and newest < oldest:
+            return (
+                f"the trainer waits for step {number}, the rollouts for weights of step {oldest} or newer: theirs are"
+                f" of step {newest}; a trainer must publish at least once in {self._freshness.publish_every} steps"
+            )
+        return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
+
+    def _described(self, groups: Sequence[Group]) -> str:
+        """The groups, who works on the first of them, and their last steps."""
+        first, last = groups[0], groups[-1]
+        holders = sorted({str(life) for track in first.tracks if (life := self._writing.holder(track.id)) is not None})
+        working = f" ({', '.join(holders)})" if holders else ""
+        step = f"{self._freshness.last_step(first):g}"
+        if len(groups) == 1:
+            return f"group {first.made.group}{working}: its last step is {step}"
+        return (
+            f"group {first.made.group}{working} and {len(groups) - 1} more: their last steps are {step} to"
+            f" {self._freshness.last_step(last):g}"
+        )
 
     def commit(self, life: Life, number: int, manifest: dict[str, Any], digest: str) -> Done | Denied:
         """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right."""

@@ -179,7 +179,7 @@ class VirtualRun:
         assert isinstance(answer, Leased)
         for item in answer.items:
             if item.trajectory not in self._lengths:
-                wanted = self._length(item.prompt[0] if item.prompt[0] != 2 else item.group)
+                wanted = self._length(item.group)
                 self._lengths[item.trajectory] = max(1, min(self.setting.longest, wanted))
             rollout.held[item.trajectory] = []
             rollout.made[item.trajectory] = self.setting.longest - item.max_new
