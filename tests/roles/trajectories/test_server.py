@@ -587,6 +587,7 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
             launch=SimpleNamespace(life=life("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1", peers=None,
             stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
+            note=lambda text: None,
         )  # fmt: skip
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path)))
         async with asyncio.timeout(DEADLINE):
