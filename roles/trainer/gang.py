@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ import rrl
 from rrl.roles.device import given_device
 from rrl.roles.link import Stopping
 from rrl.roles.model import blocks
+from rrl.roles.trainer import exchange
 from rrl.spec.words import Life, member_id
 from rrl.transport.address import interfaces
 from rrl.transport.messages import Peers
@@ -98,17 +99,13 @@ class Gang:
         """Whether it is so for each member."""
         return self.sum([float(mine)])[0] == self.world
 
-    def gather(self, mine: T) -> list[T]:
-        """What each member says, by rank."""
-        if self.talk is None:
-            return [mine]
-        said: list[Any] = [None] * self.world
-        dist.all_gather_object(said, mine, group=self.talk)
-        return said
+    def gather(self, mine: T, kind: Any) -> list[T]:
+        """The value of each member, by rank; ``kind`` is their type (:func:`rrl.roles.trainer.exchange.gather`)."""
+        return exchange.gather(self.talk, mine, kind)
 
-    def from_first(self, do: Callable[[], T]) -> T:
-        """Done by the first member alone; what it gave is known to all when they return."""
-        return cast(T, self.gather(do() if self.rank == 0 else None)[0])
+    def from_first(self, do: Callable[[], T], kind: Any) -> T:
+        """What ``do``, called by the first member alone, gives, in all members; ``kind`` is its type."""
+        return exchange.from_first(self.talk, self.rank, do, kind)
 
 
 def full(tensor: Tensor) -> Tensor:
