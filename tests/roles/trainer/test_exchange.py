@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import pickle
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch.multiprocessing.spawn import spawn
 
 import rrl
 from rrl.roles.trainer import exchange
-from rrl.roles.trainer.shards import read_shards, write_metadata, write_shards
+from rrl.roles.trainer.shards import Piece, read_shards, write_metadata, write_shards
 
 pytestmark = pytest.mark.torch
 WORLD = 3
@@ -32,19 +31,23 @@ _MEETS_BY = timedelta(seconds=120)
 _PACKAGE = Path(rrl.__file__).parent
 
 
-def together(play: Callable[[int, dist.ProcessGroup, Path], None], folder: Path) -> None:
-    """Call ``play`` in each of the three processes of a gloo group; an error in any of them is raised here."""
-    spawn(_member, args=(play, folder), nprocs=WORLD)
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the three processes of a gloo group have played both scenes; an error of theirs is raised."""
+    folder = tmp_path_factory.mktemp("exchange")
+    spawn(_member, args=(folder,), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    return folder
 
 
-def _member(rank: int, play: Callable[[int, dist.ProcessGroup, Path], None], folder: Path) -> None:
+def _member(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=_MEETS_BY)
     group = dist.group.WORLD
     assert group is not None
-    play(rank, group, folder)
+    _tell_each_other(rank, group, folder)
+    _save_as_torch_would_and_as_we_do(rank, group, folder)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -72,19 +75,18 @@ def _tell_each_other(rank: int, group: dist.ProcessGroup, folder: Path) -> None:
 
 def _send_raw(group: dist.ProcessGroup, rank: int, data: bytes) -> None:
     """The last member sends what no :func:`exchange.gather` would; the others expect a text."""
-    real = msgspec.msgpack.encode
+    real = exchange._encoded
     if rank == WORLD - 1:
-        msgspec.msgpack.encode = lambda value: data  # type: ignore[assignment]
+        exchange._encoded = lambda value: torch.frombuffer(bytearray(data), dtype=torch.uint8)
     try:
         with pytest.raises(RuntimeError, match="sent something else than was expected"):
             exchange.gather(group, "text", str)
     finally:
-        msgspec.msgpack.encode = real
+        exchange._encoded = real
 
 
-def test_members_tell_each_other_values_and_a_pickle_among_them_is_refused(tmp_path: Path) -> None:
-    together(_tell_each_other, tmp_path)
-    assert not list(tmp_path.glob("executed-*"))
+def test_members_tell_each_other_values_and_a_pickle_among_them_is_refused(played: Path) -> None:
+    assert not list(played.glob("executed-*"))
 
 
 def test_a_value_that_is_announced_too_large_is_refused_before_memory_is_taken_for_it() -> None:
@@ -111,12 +113,10 @@ def _save_as_torch_would_and_as_we_do(rank: int, group: dist.ProcessGroup, folde
         raise AssertionError("an object was unpickled")
 
     distributed_c10d._tensor_to_object = refused
-    pieces = exchange.gather(group, write_shards(state, folder / "ours", rank), list[Any])
-    assert rank == 0 or all(piece[0] not in ("step", "columns") for piece in pieces[rank])
+    pieces = exchange.gather(group, write_shards(state, folder / "ours", rank), list[Piece])
+    assert rank == 0 or all(piece.name not in ("step", "columns") for piece in pieces[rank])
     if rank == 0:
-        from rrl.roles.trainer.shards import Piece
-
-        write_metadata(folder / "ours", (msgspec.convert(each, Piece) for one in pieces for each in one))
+        write_metadata(folder / "ours", itertools.chain.from_iterable(pieces))
     dist.barrier()
     for written in ("torch", "ours"):
         blank = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -140,14 +140,13 @@ def _described(metadata: Metadata) -> dict[str, Any]:
     return described
 
 
-def test_a_checkpoint_that_is_written_without_pickled_messages_is_what_torch_would_have_written(tmp_path: Path) -> None:
-    together(_save_as_torch_would_and_as_we_do, tmp_path)
-    theirs, ours = (FileSystemReader(tmp_path / name).read_metadata() for name in ("torch", "ours"))
+def test_a_checkpoint_that_is_written_without_pickled_messages_is_what_torch_writes(played: Path) -> None:
+    theirs, ours = (FileSystemReader(played / name).read_metadata() for name in ("torch", "ours"))
     assert _described(ours) == _described(theirs)
     assert (ours.planner_data, ours.version) == (theirs.planner_data, theirs.version)
     alone = {"rows-7": torch.zeros(7, 4), "step": torch.tensor(0.0)}
     read_shards(alone | {name: torch.zeros(size, dtype=dtype) for name, (dtype, size, _) in _described(ours).items()
-                         if name not in alone}, tmp_path / "ours")  # fmt: skip
+                         if name not in alone}, played / "ours")  # fmt: skip
     assert torch.equal(alone["rows-7"], torch.arange(28.0).reshape(7, 4))
     assert alone["step"] == 5.0
 
