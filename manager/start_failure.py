@@ -69,9 +69,19 @@ def _one_lives(run: RunDir, view: JobView, ids: list[str]) -> bool:
 
 
 def _is_of(process: Path, run: RunDir) -> bool:
-    """The pid may be that of another process by now."""
+    """Whether a process may be submitit's for this run; its pid may be that of another one by now.
+
+    Within execve(2) a process has no command line for a moment, as a zombie has none: seen on a busy machine, right
+    after Popen had returned."""
     try:
-        *_, folder, _ = process.joinpath("cmdline").read_bytes().split(b"\0")  # python -m submitit.local._local FOLDER
+        line = process.joinpath("cmdline").read_bytes()
+        state = process.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    if not line:
+        return state not in ("Z", "X")
+    *_, folder, _ = (b"", *line.split(b"\0"))  # python -m submitit.local._local FOLDER
+    try:
         return os.path.samefile(folder, run.submit)
     except (OSError, ValueError):
         return False

@@ -113,6 +113,18 @@ def test_a_local_manager_that_was_started_on_another_machine_is_not_judged(root:
     assert "its manager ended before the run began; nothing was logged" in failures.start_failure(run, view)
 
 
+@pytest.mark.parametrize(("line", "state", "may_be"), [(b"", "R", True), (b"", "Z", False), (b"other\0", "S", False)])
+def test_a_process_in_the_middle_of_execve_may_be_the_managers_and_a_zombie_is_not(
+    root: Path, tmp_path: Path, line: bytes, state: str, may_be: bool
+) -> None:
+    run = submitted_to_slurm(root)
+    (tmp_path / "cmdline").write_bytes(line)
+    (tmp_path / "stat").write_text(f"77 (python (x)) {state} 1 77 77")
+    assert failures._is_of(tmp_path, run) is may_be
+    (tmp_path / "cmdline").write_bytes(b"\0".join((b"python", b"-m", b"submitit.local._local", bytes(run.submit), b"")))
+    assert failures._is_of(tmp_path, run)
+
+
 def test_slurm_is_asked_for_the_managers_of_a_waiting_run_at_most_once_in_ten_seconds(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
