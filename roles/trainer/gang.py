@@ -1,9 +1,11 @@
 """The processes of one trainer, as they find each other: always a fresh rendezvous, in each incarnation anew.
 
 The first member opens a key-value store of torch's and announces it through the manager; the others wait to hear of it.
-torch's store and gloo take anybody's word, and whoever reaches the store can list its keys: those of each life are its
-own so that no two gangs meet by mistake. The store listens at the run's own address only. All groups are made at the
-start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
+torch's store and gloo authenticate nobody. Both listen at the run's own address only (the store on a socket that is
+bound there: torch itself binds every interface), and nothing that arrives is unpickled
+(:mod:`rrl.roles.trainer.exchange`). Whoever reaches that address can still list and change the keys of the store, and
+read and change what ranks exchange. The keys of each life are its own so that no two gangs meet by mistake. All groups
+are made at the start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from rrl.roles.link import Stopping
 from rrl.roles.model import blocks
 from rrl.roles.trainer import exchange
 from rrl.spec.words import Life, member_id
-from rrl.transport.address import interfaces
+from rrl.transport.address import NoAddress, interfaces
 from rrl.transport.messages import Peers
 
 FORMED_BY = 60.0
@@ -166,11 +168,14 @@ def waits_for_first(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
 
 
 def _stay_on(address: str) -> None:
-    """gloo and NCCL listen on an interface that they are told by name."""
+    """Have gloo and NCCL listen at the run's own address: they take an interface by its name. What the job's own
+    environment names stays. Raises NoAddress where no interface has the address: gloo would choose one by itself."""
     name = next((one.name for one in interfaces() if one.address == address), None)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        raise NoAddress(f"no interface has the address {address} that the ranks are to meet at")
 
 
 def _unguessable(secret: bytes, gang: Life) -> str:

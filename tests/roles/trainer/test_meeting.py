@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from rrl.roles.link import Stopping
 from rrl.roles.trainer import gang as gang_module
 from rrl.roles.trainer.gang import Gang, lost_another
 from rrl.spec.words import Life, ReplicaId
+from rrl.transport.address import NoAddress
 from rrl.transport.messages import Peer, Peers
 
 pytestmark = pytest.mark.torch
@@ -73,6 +75,18 @@ def test_a_member_goes_where_the_first_of_its_own_incarnation_listens() -> None:
 def test_until_all_have_joined_a_member_waits_and_leaves_when_it_is_asked_to(told: Peers) -> None:
     with pytest.raises(Stopping):
         _place(told)
+
+
+def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    with pytest.raises(NoAddress, match=r"no interface has the address 203\.0\.113\.1"):
+        gang_module._stay_on("203.0.113.1")
+    gang_module._stay_on("127.0.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 def test_the_store_listens_at_the_runs_address_alone() -> None:
