@@ -10,8 +10,8 @@ from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
 
 SLURM_CHECK_EVERY_S = 10.0
-"""s between two questions to Slurm, whose queue may hold the manager for days: as often as a manager itself asks
-(``limits.poll``)"""
+"""s between two questions to Slurm, whose queue may hold the manager for days: six commands a minute, as many as a
+manager makes itself (three in each look, one look each ``limits.poll``)"""
 
 
 class NeverBegan(BadInput):

@@ -249,7 +249,7 @@ class _Ledger:
         elif isinstance(event, ev.TokensSeen):
             self._tokens_seen(event)
         elif isinstance(event, ev.Decided) and isinstance(event.action, Finish) and self.over is None:
-            self._over(event.action, at)
+            self._end_decided(event.action, at)
 
     def _tokens_seen(self, event: ev.TokensSeen) -> None:
         if event.away:  # perhaps several times before it works again
@@ -335,7 +335,7 @@ class _Ledger:
         launched_at = self.launched.get(life, self.began)
         return [one.at for one in self.injected.values() if one.hit(life, node, launched_at, found_at)]
 
-    def _over(self, action: Finish, at: float) -> None:
+    def _end_decided(self, action: Finish, at: float) -> None:
         """The run's end is decided: nobody is fenced any more, so what failed last has no recovery."""
         self.over = at
         if action.outcome not in (Outcome.FAILED, Outcome.REJECTED):

@@ -103,4 +103,5 @@ def _tail(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    shown = ("".join(c if c.isprintable() else "?" for c in line.strip()) for line in text.splitlines())
+    return [line for line in shown if line]  # a terminal shows it: no escape sequence of a program may reach it

@@ -85,7 +85,8 @@ def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> list[P
 
 
 def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
-    """Write the file from which the ``pieces`` of all members are read again; returns its path. Raises OSError."""
+    """Write the file from which the ``pieces`` of all members are read again; returns its path. Raises OSError, and
+    RuntimeError where a piece is none that :func:`write_shards` gives: it came over a network."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, WriteResult] = {}
     for piece in pieces:
@@ -94,7 +95,10 @@ def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
         if index in places:
             continue  # empty shards, of a tensor with fewer rows than there are members, all lie at its end
         places[index] = WriteResult(index, piece.nbytes, _StorageInfo(piece.file, piece.at, piece.nbytes))
-        properties = TensorProperties(dtype=getattr(torch, piece.dtype))
+        dtype = getattr(torch, piece.dtype, None)
+        if not isinstance(dtype, torch.dtype) or Path(piece.file).name != piece.file:
+            raise RuntimeError(f"another member of the gang says that it wrote {piece}")
+        properties = TensorProperties(dtype=dtype)
         whole = TensorStorageMetadata(properties, torch.Size(piece.whole), [])
         tensors.setdefault(piece.name, whole).chunks.append(chunk)
     writer = FileSystemWriter(folder, sync_files=True)

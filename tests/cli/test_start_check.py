@@ -77,11 +77,11 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
     squeue(tmp_path, monkeypatch, "exit 0")
     run = submitted_to_slurm(root)
     (run.submit / "71_0_log.err").write_text("an older one\n")
-    (run.submit / "72_0_log.err").write_text("Traceback\nNoAddress: none\nsrun: error: n1: task 0: Exited\n")
+    (run.submit / "72_0_log.err").write_text("Traceback\nNoAddress: \x1b]0;none\nsrun: error: n1: task 0: Exited\n")
     assert app.run(["status"]) == 0
     told = capsys.readouterr().out
     assert told == (f"fresh-1: rejected: all 2 managers ended before the run began; the last line logged: NoAddress:"
-                    f" none (logs: {run.submit})\n")  # fmt: skip
+                    f" ?]0;none (logs: {run.submit})\n")  # fmt: skip
     assert app.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "rejected"
 

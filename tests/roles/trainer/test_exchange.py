@@ -151,6 +151,13 @@ def test_a_checkpoint_that_is_written_without_pickled_messages_is_what_torch_wri
     assert alone["step"] == 5.0
 
 
+@pytest.mark.parametrize(("dtype", "file"), [("load", "__0_0.distcp"), ("float32", "../../keys.json")])
+def test_a_piece_that_no_member_wrote_is_refused(tmp_path: Path, dtype: str, file: str) -> None:
+    with pytest.raises(RuntimeError, match="another member of the gang says that it wrote"):
+        write_metadata(tmp_path, [Piece("weight", dtype, (2,), (0,), (2,), file, 0, 8)])
+    assert list(tmp_path.iterdir()) == []
+
+
 # ── what must not be written in this package ───────────────────────────────────────────────────────────────────────
 OBJECT_COLLECTIVES = {
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
