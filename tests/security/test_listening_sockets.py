@@ -6,6 +6,7 @@ torch's TCPStore and gloo authenticate nobody, so that the address which they ar
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ def gang_run(owner: PlainUser) -> Iterator[TestRun]:
         with call("cancel", name) as cancelling:
             cancelling.wait(120)
         run.wait_gone()
+        shutil.rmtree(f"/tmp/torchinductor_{owner.name}", ignore_errors=True)  # torch makes it when it is imported
 
 
 def _outside() -> str:
