@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -605,10 +606,14 @@ async def publishing(scene: Scene, *rollouts: Life) -> AsyncIterator[tuple[Manag
         for receiver in receivers:
             receiver.enough.set()
         for each in (crew.TRAINER, *rollouts):
-            await manager.hears(Goodbye, lambda goodbye, each=each: goodbye.life == each)
+            await manager.hears(Goodbye, partial(_is_of, each))
             await manager.stop(each)
         for role in roles:
             await role.end()
+
+
+def _is_of(life: Life, goodbye: Goodbye) -> bool:
+    return goodbye.life == life
 
 
 async def _store_is(manager: Manager, endpoint: str, epoch: int = 1) -> None:
@@ -626,7 +631,7 @@ def test_rollouts_receive_each_version_though_the_manager_names_none(scene: Scen
                 for step in (1, 2, 3):
                     publisher.steps.put(step)
                     for receiver in receivers:
-                        await eventually(lambda receiver=receiver, step=step: receiver.has(step), f"version {step}")
+                        await eventually(partial(receiver.has, step), f"version {step}")
         store.close()
 
     play(story)
@@ -676,7 +681,7 @@ def test_a_rollout_pulls_from_another_one_when_the_trainer_died_before_the_manag
             over.set()
             late.enough.set()
             for each in (crew.ROLLOUT, crew.OTHER):
-                await manager.hears(Goodbye, lambda goodbye, each=each: goodbye.life == each)
+                await manager.hears(Goodbye, partial(_is_of, each))
                 await manager.stop(each)
             for role in roles:
                 await role.end()
