@@ -75,6 +75,8 @@ class Batch(Struct, frozen=True):
     trajectories: tuple[Trajectory, ...]
     stale: int = 0
     """groups of the run that had been dropped for the age of their tokens before this batch was chosen"""
+    max_age: int = 0
+    """age of the oldest token of this and all earlier batches of the run, in weight versions"""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
@@ -104,6 +106,7 @@ class PackedBatch(Struct, frozen=True, array_like=True):
     prompts: tuple[bytes, ...]
     trajectories: tuple[PackedTrajectory, ...]
     stale: int = 0
+    max_age: int = 0
 
 
 class Prompt(Struct, frozen=True):

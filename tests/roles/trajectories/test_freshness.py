@@ -1,7 +1,11 @@
-"""No token is trained on that is older than ``[sampling] staleness`` allows, and the run goes on nevertheless."""
+"""``late = "drop"``: no token is trained on that is older than ``[sampling] staleness`` allows, and the run goes on.
+
+``late = "wait"`` is proved in ``test_waiting.py``; what both have in common, mainly which weights a rollout may begin
+with, is tested here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Le
 from rrl.roles.worker import _told_by
 from rrl.spec.words import Life
 from rrl.tests.roles.trajectories.crew import (
+    ALL,
     BATCH,
     GROUP,
     MAX_NEW,
@@ -26,14 +31,18 @@ from rrl.tests.roles.trajectories.crew import (
     generate,
     lease,
     life,
-    open_store,
     score,
     segment,
     train,
 )
+from rrl.tests.roles.trajectories.crew import open_store as _open_store
 
 SIZE = BATCH * GROUP
 """trajectories of a step"""
+
+
+def open_store(folder: Path, living: Sequence[Life] = ALL, **changed: Any) -> Store:
+    return _open_store(folder, living, waits=False, **changed)
 
 
 def _too_old(most: int) -> str:

@@ -504,7 +504,7 @@ class InThisProcess:
 def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_ones(tmp_path: Path) -> None:
     async def run() -> None:
         store = open_store(tmp_path, staleness=0)
-        train(store, 1)
+        train(store, 1, at_most=BATCH * GROUP, weights=0)
         here = [0]
         client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None, weights=lambda: here[0])
         dialer = InThisProcess(store)
@@ -531,7 +531,7 @@ def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp
         assert script.told[0] == Leased((), outdated=True)
 
     store = open_store(tmp_path, staleness=0)
-    train(store, 1)
+    train(store, 1, at_most=BATCH * GROUP, weights=0)
     _serve(tmp_path, play, served.append, store)
     assert sum(served) == 0
 
@@ -552,7 +552,7 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
             await script.until(partial(script.told.__contains__, ask))
 
     store = open_store(tmp_path, staleness=0)
-    train(store, 1)
+    train(store, 1, at_most=BATCH * GROUP, weights=0)
     _serve(tmp_path, play, store=store)
     assert capsys.readouterr().out.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
 
