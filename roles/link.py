@@ -257,7 +257,7 @@ class Link:
             self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
             self._serves = await self._pipe.serve(self.weights, self.host)
         if not standby:
-            self._spawn(self._exchange_versions())
+            self._spawn(self._exchange_versions())  # its first step comes when the store's client is open
         if role == "rollout" and not standby:
             self._spawn(self._follow(self._pipe))
 

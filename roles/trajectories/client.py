@@ -44,9 +44,9 @@ without the connection"""
 _PAUSE = 0.1
 """s before a request is said again that the store could not judge yet"""
 FOLLOW_WAIT_S = 10.0
-"""s after which a rollout asks anew which version is the newest, and so hears which replicas serve it by now: small
-against the 120 s that a pull looks for a source, large against the store's time for an answer (0.1 ms) even with 1,024
-rollouts"""
+"""s after which a rollout asks anew which version is the newest, and so hears which replicas serve it by now: short
+against the 120 s for which a pull looks for a source; 1,024 rollouts that ask so often take 3 ms of each second of the
+store (30 us a request, measured)"""
 _LOOK = 0.01
 """s between two looks whether newer weights are here; nobody is asked for it"""
 

@@ -17,8 +17,8 @@ from rrl.spec.words import TRAINER, Life, Version, role_of
 from rrl.transport.messages import Holder
 
 MAX_HOLDERS = 8
-"""holders that are named to a rollout: it asks them one after another, and its neighbours, which the manager named,
-besides; each costs some 60 bytes in each answer"""
+"""holders that are named to a rollout, some 100 bytes each in every answer. They are asked one after another, after the
+relays that the manager named: more would only matter if all of these had died at once"""
 
 
 def is_publisher(life: Life) -> bool:

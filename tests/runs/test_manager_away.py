@@ -50,7 +50,8 @@ def _age(run: TestRun, step: int) -> int:
     """Versions between the oldest token of this step and the newest weights when it was bound."""
     path = _trained(run, step)
     assert path is not None
-    return step - 1 - min(weights for one in json.loads(path.read_text()) for weights in one["weights"])
+    sampled_by: list[int] = [weights for one in json.loads(path.read_text()) for weights in one["weights"]]
+    return step - 1 - min(sampled_by)
 
 
 @contextmanager
