@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from rrl.manager import events as ev
+from rrl.manager import token_ages
 from rrl.manager.actions import Fence, Finish, Launch, Perform, RestartAll
 from rrl.manager.drain_requests import DrainRequest, DrainRequests
 from rrl.manager.journal import replay
@@ -71,6 +72,8 @@ class Summary(Struct, frozen=True):
     """managers that this run has had"""
     outage_tokens: int = 0
     """that rollouts generated while the trainer was away, and that are kept; of outages under one manager"""
+    max_age: int | None = None
+    """age of the oldest token that was trained on, in weight versions; None: no step told"""
     stale_groups: int = 0
     """that were dropped because a token was older than ``[sampling] staleness`` allows"""
     stale_share: float = 0.0
@@ -184,6 +187,7 @@ class _Ledger:
         self.ended: float | None = None
         self.drains = DrainRequests()
         self.outage_tokens = 0
+        self.max_age: float | None = None
         self.stale = 0, 0.0
         """groups dropped as stale, and their share, as of the newest step that told"""
         self.tokens_before: dict[int, int] = {}
@@ -216,6 +220,8 @@ class _Ledger:
         if isinstance(event, ev.StepCommitted):
             if "stale_groups" in event.metrics and event.step >= self.step:
                 self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
+            ages = [event.metrics[name] for name in (token_ages.MAX, token_ages.RUN_MAX) if name in event.metrics]
+            self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
             self.step = max(self.step, event.step)
             self.committed_at = at if self.committed_at is None else self.committed_at
             if "reward" in event.metrics:
@@ -377,6 +383,7 @@ class _Ledger:
             run_seconds=round(wall, 2),
             epochs=self.epochs,
             outage_tokens=self.outage_tokens,
+            max_age=None if self.max_age is None else int(self.max_age),
             stale_groups=self.stale[0],
             stale_share=self.stale[1],
             drain_requests=self.drains.requests,

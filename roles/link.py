@@ -89,6 +89,8 @@ class Link:
         """phase and whom it waits for: one value, so that no beat tells a mixture"""
         self.held_up_by: ReplicaId | None = None
         """whatever the phase: whom this process waits for beside it"""
+        self.note = ""
+        """shown beside this replica in `rrl status`; empty: nothing"""
         self._done = 0
         self._asking = 0
         """threads that wait for the store: a trainer's may be two, as it commits beside its work"""
@@ -380,7 +382,7 @@ class Link:
             phase, waits_for = self._now
             if self._dialer.connected:
                 blocked_by = STORE if self._asking else self.held_up_by or waits_for
-                await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, blocked_by))
+                await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, blocked_by, self.note))
                 self._told = phase
             await asyncio.sleep(self._beat)
 

@@ -150,7 +150,7 @@ class Script:
         for number in range(1, steps + 1):
             mine, yours = self.lease(ROLLOUT, 5), self.lease(OTHER)
             begun = {x.trajectory: number for x in mine}
-            if number == _LATE and self._staleness is not None:  # it would be in time for this step, and is not complete
+            if number == _LATE and self._staleness is not None:  # in time for this step, but not complete
                 begun[mine[-1].trajectory] = number - 1 - self._staleness
             self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far])
             rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
