@@ -174,7 +174,7 @@ class Server:
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         batches: dict[int, msgspec.Raw | Denied] = {}
         for each in _once(here):
-            said = self._answer(each.incoming.message, batches)
+            said = self._answer(each.incoming.message, batches, now)
             if now < each.until and said in _EMPTY:
                 self._parked.append(each)
             else:
@@ -190,13 +190,15 @@ class Server:
         if warning := self._store.warning():
             print(f"rrl: {warning}", flush=True)
 
-    def _answer(self, request: Request, batches: dict[int, msgspec.Raw | Denied]) -> Answer | msgspec.Raw:
+    def _answer(
+        self, request: Request, batches: dict[int, msgspec.Raw | Denied], now: float
+    ) -> Answer | msgspec.Raw:  # fmt: skip
         """A batch, of which every member of a trainer may want its own copy, is made and encoded once a round."""
         if not isinstance(request, GetBatch):
             return answer(self._store, request)
         if no := self._store.bind(request.life, request.number):
             if isinstance(no, NotYet) and self._unbound != request.number:
-                self._unbound, self._note_at = request.number, asyncio.get_running_loop().time() + NOTE_AFTER_S
+                self._unbound, self._note_at = request.number, now + NOTE_AFTER_S
             return no
         if request.number == self._unbound:
             self._unbound = None

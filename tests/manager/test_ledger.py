@@ -123,6 +123,17 @@ def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once()
     assert summary(started()).reward_first10 is None
 
 
+def test_summary_has_the_age_of_the_oldest_token_even_of_steps_that_nobody_reported() -> None:
+    def told(step: int, oldest: float, of_run: float) -> At:
+        metrics = {"token_age_max": oldest, "token_age_run_max": of_run}
+        return 20.0 + step, ev.StepCommitted(Life(TRAINER, 1), step, metrics)
+
+    assert summary(started(), told(1, 2.0, 2.0), told(2, 0.0, 2.0)).max_age == 2
+    unreported = (25.0, ev.StepCommitted(Life(TRAINER, 1), 5))
+    assert summary(started(), told(1, 2.0, 2.0), unreported, told(6, 1.0, 4.0)).max_age == 4
+    assert summary(started(), unreported).max_age is None
+
+
 def test_what_was_dropped_for_its_age_is_told_as_of_the_newest_step() -> None:
     def told(step: int, groups: float, share: float) -> At:
         return 20.0 + step, ev.StepCommitted(Life(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share})

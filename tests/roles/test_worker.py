@@ -414,7 +414,8 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
             role = scene.start(me, work)
             await manager.hears(Goodbye)
             told = [message for message in manager.heard if isinstance(message, Committed)]
-            assert [(m.step, m.metrics) for m in told] == [(n, {"loss": 1.0, "reward": 0.5}) for n in (1, 2)]
+            assert [(m.step, m.metrics["loss"], m.metrics["reward"]) for m in told] == [(1, 1.0, 0.5), (2, 1.0, 0.5)]
+            assert [m.metrics["token_age_max"] for m in told] == [0.0, 1.0], "all tokens are of step 0's weights"
             await manager.stop(crew.TRAINER)
             await role.end()
         assert given == [1, 2]

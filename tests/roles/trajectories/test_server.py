@@ -37,6 +37,7 @@ from rrl.roles.trajectories.types import (
     NewestVersion,
     NotYet,
     PackedBatch,
+    PostScores,
     Request,
     Score,
     Segment,
@@ -282,10 +283,11 @@ def _serve(
     play: Callable[[Store, Server, Script], Awaitable[None]],
     done: Callable[[int], None] = lambda _: None,
     store: Store | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> None:
     async def run(store: Store) -> None:
         script = Script(store)
-        server = Server(store, cast(Listener, script), done)
+        server = Server(store, cast(Listener, script), done, note)
         running = asyncio.create_task(server.run())
         await play(store, server, script)
         server.stop()
@@ -560,6 +562,35 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
     assert capsys.readouterr().out.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
 
 
+def test_note_says_what_a_waiting_trainer_waits_for_and_is_cleared_once_it_has_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
+    monkeypatch.setattr(server_module, "NOTE_INTERVAL_S", 0.0)
+    notes: list[str] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
+        script.say(1, GetBatch(TRAINER, 1, wait=0.0))
+        await script.until(lambda: bool(notes))
+        assert notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: their last steps are 1 to 1"
+        last = BATCH * GROUP - 1
+        script.say(2, Append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last))))
+        script.say(3, LeaseScoring(REWARD, 100))
+        await script.until(lambda: 3 in script.told)
+        script.say(4, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in range(last))))
+        script.say(5, GetBatch(TRAINER, 1, wait=0.0))
+        await script.until(lambda: notes[-1].endswith("its last step is 1"))
+        assert notes[-1] == f"the trainer waits for group {BATCH - 1} ({ROLLOUT}): its last step is 1"
+        script.say(6, Append(ROLLOUT, (), (last,)))
+        script.say(7, PostScores(REWARD, (Score(last, 1.0, 1.0),)))
+        script.say(8, GetBatch(TRAINER, 1))
+        await script.until(lambda: notes[-1] == "")
+        assert isinstance(script.told[8], msgspec.Raw)
+
+    _serve(tmp_path, play, store=open_store(tmp_path, staleness=0), note=notes.append)
+
+
 def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Path) -> None:
     served: list[int] = []
 
@@ -620,6 +651,7 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
             launch=SimpleNamespace(life=life("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1", peers=None,
             stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
+            note=lambda text: None,
         )  # fmt: skip
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path)))
         async with asyncio.timeout(DEADLINE):
