@@ -484,13 +484,12 @@ class Store:
         first, last = groups[0], groups[-1]
         holders = sorted({str(life) for track in first.tracks if (life := self._writing.holder(track.id)) is not None})
         working = f" ({', '.join(holders)})" if holders else ""
-        step = f"{self._freshness.last_step(first):g}"
+        steps = f"{self._freshness.last_step(first):g}"
         if len(groups) == 1:
-            return f"group {first.made.group}{working}: its last step is {step}"
-        return (
-            f"group {first.made.group}{working} and {len(groups) - 1} more: their last steps are {step} to"
-            f" {self._freshness.last_step(last):g}"
-        )
+            return f"group {first.made.group}{working}: its last step is {steps}"
+        if self._freshness.begun(first) != self._freshness.begun(last):
+            steps += f" to {self._freshness.last_step(last):g}"
+        return f"group {first.made.group}{working} and {len(groups) - 1} more: their last step is {steps}"
 
     def commit(self, life: Life, number: int, manifest: dict[str, Any], digest: str) -> Done | Denied:
         """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right."""

@@ -573,7 +573,7 @@ def test_note_says_what_a_waiting_trainer_waits_for_and_is_cleared_once_it_has_i
         script.say(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
         script.say(1, GetBatch(TRAINER, 1, wait=0.0))
         await script.until(lambda: bool(notes))
-        assert notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: their last steps are 1 to 1"
+        assert notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: their last step is 1"
         last = BATCH * GROUP - 1
         script.say(2, Append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last))))
         script.say(3, LeaseScoring(REWARD, 100))

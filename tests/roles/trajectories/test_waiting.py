@@ -131,7 +131,7 @@ def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_
     assert len(generate(store, OTHER, at_most=SIZE, weights=1)) == SIZE
     score(store)
     assert store.batch(TRAINER, 2) == NotYet()
-    assert store.waiting(2) == "the trainer waits for group 2 (rollout/0#1) and 3 more: their last steps are 3 to 3"
+    assert store.waiting(2) == "the trainer waits for group 2 (rollout/0#1) and 3 more: their last step is 3"
     assert store.append(ROLLOUT, [segment(t) for t in old[SIZE:]], old[SIZE:]) == Done()
     score(store)
     assert [bind(store, number).groups for number in (2,)] == [(2, 3)]
