@@ -15,12 +15,14 @@ import rrl
 from rrl.roles.refusal import refusing
 from rrl.roles.tasks import TaskError, load_task
 from rrl.roles.tokenizer import open_tokenizer
+from rrl.roles.trajectories.followers import Followers, report_and_look
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Answer,
     Append,
     Commit,
     Denied,
+    FollowVersions,
     GetBatch,
     GetCommitted,
     Leased,
@@ -56,6 +58,8 @@ def answer(store: Store, request: Request) -> Answer:
             return store.commit(life, number, manifest, digest)
         case GetCommitted(life):
             return store.committed(life)
+        case FollowVersions():
+            return report_and_look(store, request)
 
 
 _LOOK = 0.2
@@ -111,6 +115,7 @@ class Server:
         self._noted = False
         self._arrived: list[Incoming] = []
         self._parked: list[_Parked] = []
+        self._followers = Followers(store)
         self._woken = asyncio.Event()
         self._stopping = False
         self._wanting_since: float | None = None
@@ -119,6 +124,7 @@ class Server:
     def peers(self, living: frozenset[Life]) -> None:
         """Who lives, from the manager; durable with the next round, before any later answer."""
         self._store.peers(living)
+        self._followers.membership_changed()
         self._woken.set()
 
     def stop(self) -> None:
@@ -145,9 +151,10 @@ class Server:
 
     async def _wait(self, reading: asyncio.Task[None]) -> None:
         now = asyncio.get_running_loop().time()
-        left = min((parked.until - now for parked in self._parked), default=None)
+        due = min((parked.until for parked in self._parked), default=math.inf)
+        left = max(0.0, min(due, self._followers.due) - now)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(left if left < math.inf else None):
                 await self._woken.wait()
         self._woken.clear()
         await asyncio.sleep(0)  # whoever came at the same time is read now, and shares our flush
@@ -157,7 +164,12 @@ class Server:
     async def _round(self) -> None:
         """Answer all that is here, make it durable by one flush, and only then tell."""
         now = asyncio.get_running_loop().time()
-        here = self._parked + [_Parked(each, now + getattr(each.message, "wait", 0.0)) for each in self._arrived]
+        here = self._parked
+        for incoming in self._arrived:
+            if isinstance(incoming.message, FollowVersions):
+                self._followers.add(incoming, now)
+            else:
+                here.append(_Parked(incoming, now + getattr(incoming.message, "wait", 0.0)))
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         batches: dict[int, msgspec.Raw | Denied] = {}
@@ -167,8 +179,9 @@ class Server:
                 self._parked.append(each)
             else:
                 answers.append((each.incoming, said))
+        news = self._followers.answers(now)  # no work done: a store that tells of versions only stands still
         self._store.flush()
-        for incoming, said in answers:
+        for incoming, said in (*answers, *news):
             await self._listener.send(incoming.peer, said, incoming.ask)
         served = sum(said not in _NO_WORK and not isinstance(said, Denied) for _, said in answers)
         self._done(served)

@@ -37,13 +37,16 @@ from rrl.roles.trajectories.types import (
     Denied,
     Done,
     Leased,
+    NewestVersion,
     NotYet,
     Prompt,
     Score,
     Scoring,
     Segment,
 )
+from rrl.roles.trajectories.versions import VersionDirectory, is_publisher
 from rrl.spec.words import Life
+from rrl.transport.messages import Holder
 
 UNASKABLE = "no prompt could be made of the item"
 """the reason of each group that was dropped before it was begun"""
@@ -94,6 +97,7 @@ class Store:
         self._believed = Believed()
         self._writing = Leases()
         self._scoring = Leases()
+        self._versions = VersionDirectory()
         self._durable = Durable(folder, compact_from)
         self._state = self._durable.state
         self._freshness = Freshness(self._state, staleness, groups_per_batch, waits)
@@ -140,6 +144,7 @@ class Store:
             self._offer(self._state.tracks[trajectory])
         for trajectory in self._scoring.keep(self._believed.living):
             heappush(self._unscored, trajectory)
+        self._versions.remove(lambda life: self._believed.refused(life) is not None)
 
     def _not_a_worker(self, life: Life) -> Denied | NotYet | None:
         if why := self._believed.refused(life):
@@ -160,6 +165,26 @@ class Store:
             self._believed.saw(gang)
             self._durable.write(Fence(gang.replica, gang.incarnation))
         return None
+
+    # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def newest_version(self) -> NewestVersion | None:
+        """The newest weight version and who serves it; another object after each change."""
+        return self._versions.newest
+
+    def report_version(self, holder: Holder) -> Denied | NotYet | None:
+        """Take note of the version that ``holder`` serves, if it serves one. None: the report counts. A trainer that
+        was succeeded is denied, and so is a version that its trainer says another incarnation published."""
+        life, version = holder.life, holder.holds
+        if not is_publisher(life):
+            no: Denied | NotYet | None = self._not_a_worker(life)
+        elif life != life.gang or (version is not None and version.incarnation != life.incarnation):
+            no = Denied(f"{life} does not publish {version}")
+        else:
+            no = self._not_the_trainer(life)
+        if no is None:
+            self._versions.report(holder)
+        return no
 
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease_work(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -27,11 +28,13 @@ from rrl.roles.trajectories.types import (
     CommittedState,
     Denied,
     Done,
+    FollowVersions,
     GetBatch,
     Item,
     Leased,
     LeaseScoring,
     LeaseWork,
+    NewestVersion,
     NotYet,
     PackedBatch,
     PostScores,
@@ -41,7 +44,7 @@ from rrl.roles.trajectories.types import (
 )
 from rrl.spec.job import Job
 from rrl.spec.load import resolved
-from rrl.spec.words import Life, member_id
+from rrl.spec.words import Life, Version, member_id
 from rrl.tests.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -62,7 +65,7 @@ from rrl.tests.roles.trajectories.crew import (
 from rrl.tests.roles.trajectories.store_process import StoreProcess
 from rrl.transport.control import Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Peer, Peers, Probe, Probed
+from rrl.transport.messages import Holder, Peer, Peers, Probe, Probed
 from rrl.transport.wire import Bounds
 
 DEADLINE = 60.0
@@ -608,6 +611,36 @@ def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Pat
 
     _serve(tmp_path, play, served.append)
     assert sum(served) == 3
+
+
+def test_a_store_that_only_tells_of_weight_versions_does_no_work(tmp_path: Path) -> None:
+    """Else a store that serves no work would never count as hung: every rollout asks it each few seconds."""
+    served: list[int] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, FollowVersions(ROLLOUT, wait=DEADLINE))
+        await script.until(lambda: server._followers.due < math.inf)
+        version = Version(4, 1)
+        script.say(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        await script.until(lambda: len(script.told) == 2)
+        assert script.told[0] == script.told[1] == NewestVersion(version, (Holder(TRAINER, "tcp://trainer", version),))
+
+    _serve(tmp_path, play, served.append)
+    assert sum(served) == 0
+
+
+def test_a_rollout_is_told_of_versions_once_the_manager_has_named_it_to_the_store(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        late, version = life("rollout/7"), Version(4, 1)
+        script.say(0, FollowVersions(late, wait=DEADLINE))
+        script.say(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        await script.until(lambda: 1 in script.told)
+        assert 0 not in script.told
+        server.peers(frozenset((*ALL, late)))
+        await script.until(lambda: 0 in script.told)
+        assert isinstance(script.told[0], NewestVersion)
+
+    _serve(tmp_path, play)
 
 
 def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path) -> None:
