@@ -181,6 +181,8 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     xid: int | None = None
     pci: str = ""
     """of the GPU (``0000:1b:00``), for an Xid"""
+    pci_exists: bool | None = None
+    """for an Xid or SXid: an NVIDIA device of this node has this PCI address; None: the node's devices cannot be listed"""
     pid: int | None = None
     device: str = ""
     """interface, disk or mount, where the line names one"""

@@ -187,7 +187,7 @@ class Seen:
         for event in data.events:
             then = at - event.age
             if event.kind == "xid" and event.xid is not None:
-                self._add_xid(event.pci, event.xid, then, event.text, "kernel")
+                self._add_xid(event.pci, event.xid, then, event.text, "kernel", event.pci_exists)
             else:
                 self.log.append(Logged(event, then, self._is_past(then)))
 
@@ -200,10 +200,13 @@ class Seen:
         for counter in PORT_COUNTERS:
             self._count("port", name, counter, port.counters.get(counter), at)
 
-    def _add_xid(self, gpu: str, code: int, at: float, text: str, source: str) -> None:
+    def _add_xid(
+        self, gpu: str, code: int, at: float, text: str, source: str, pci_exists: bool | None = None
+    ) -> None:  # fmt: skip
         past = self._is_past(at)
         who = None if past else self._tenants.get(self.xids.named(gpu))
-        self.xids.add(XidEvent(gpu, code, at, text, past=past, who=who, sources={source}))
+        event = XidEvent(gpu, code, at, text, past=past, who=who, sources={source}, pci_exists=pci_exists)
+        self.xids.add(event)
 
     def _is_past(self, at: float) -> bool:
         return self.began is not None and at < self.began
