@@ -207,6 +207,20 @@ class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
     lock for some 40 s)"""
 
 
+class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """How many nodes the prolog and the HealthCheckProgram may drain. Many nodes that fail together have been talked
+    into it, or share a cause that draining them does not mend."""
+
+    share: float = 0.2
+    """of the cluster's nodes, one at least, that hooks may drain within ``window`` (as the breaker of a run; guard
+    rails)"""
+    window: float = 600.0
+    """s (as the breaker of a run)"""
+    standing: float = 0.25
+    """share of the cluster's nodes, one at least, that may stand drained by hooks (guard rails: none while more than
+    25 % is down)"""
+
+
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """All of it. Times are s of the node's monotonic clock."""
 
@@ -221,6 +235,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     fabric: FabricRules = FabricRules()
     host: HostRules = HostRules()
     readers: ReaderRules = ReaderRules()
+    hooks: HookRules = HookRules()
 
     @property
     def needed(self) -> frozenset[str]:
