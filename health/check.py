@@ -48,7 +48,8 @@ def check_node(
     may use: a role is about to start. ``only``: names of checks; empty: all. ``rates``: read twice, so that counters
     that rise now are seen. Raises OSError where no process can be started."""
     rules = _narrowed(rules, only)
-    options = structs.replace(options, mounts=tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts))))
+    paths = tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts)))
+    options = structs.replace(options, mounts=paths, dcgm_user=rules.readers.dcgm_user or options.dcgm_user)
     wanted, deadline, seen = _readers(rules), time.monotonic() + within, Seen(rules.xid.burst)
     seen.vacant(vacant)
     findings = _look(seen, wanted, within, node, rules, options, read)

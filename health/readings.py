@@ -169,6 +169,8 @@ class DcgmData(Struct, frozen=True, tag="dcgm"):
     health_at: float | None = None
     """when ``dcgmi health`` was run that these incidents are of (s): one run is told with several readings. None: it
     was not run, or each reading is a run"""
+    driver_gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that the driver lists in /proc"""
 
 
 # ── kernel log ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import structs
+
 from rrl.health.readings import (
     Data,
     DcgmData,
@@ -106,6 +108,8 @@ class Seen:
         name = reading.reader
         if reading.state == "absent" and name == "fabric" and self.hcas:  # they were there: now there are none
             reading = Reading(name, reading.at, FabricData())
+        if isinstance(reading.data, DcgmData):
+            reading = structs.replace(reading, data=self._of_known_gpus(reading.data))
         self.newest[name] = reading
         if reading.data is not None:
             self.kept[name] = reading.data
@@ -130,6 +134,13 @@ class Seen:
                     self._add_port(port, reading.at)
             case HostData():
                 self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
+
+    def _of_known_gpus(self, data: DcgmData) -> DcgmData:
+        """Without what DCGM says of GPUs that neither NVML nor the driver knows."""
+        nvml = self.kept.get("nvml")
+        known = {gpu.uuid for gpu in nvml.gpus} if isinstance(nvml, NvmlData) else set()
+        known |= set(data.driver_gpus)
+        return structs.replace(data, gpus=tuple(gpu for gpu in data.gpus if gpu.uuid in known))
 
     def _told_before(self, data: DcgmData) -> bool:
         """Its incidents are of a run of ``dcgmi health`` that an earlier reading told."""

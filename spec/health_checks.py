@@ -205,6 +205,9 @@ class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
     """s from its first missed deadline for which NVML does not answer until a second witness of the driver condemns the
     node, and for which DCGM does not until it is one (ours; 5a: 45 s. A reset of somebody else's GPU holds the driver's
     lock for some 40 s)"""
+    dcgm_user: str = ""
+    """user besides root who runs dcgm-exporter and DCGM's host engine here, and to whom ``dcgmi`` may belong: what
+    others listen on or install is not believed"""
 
 
 class HookRules(Struct, frozen=True, forbid_unknown_fields=True):

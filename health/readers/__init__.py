@@ -34,6 +34,8 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     """dcgm-exporter's metrics (its default port)"""
     dcgmi: str = "dcgmi"
     """DCGM's command, by path or looked up in PATH"""
+    dcgm_user: str = ""
+    """user besides root to whom the exporter, DCGM's host engine and ``dcgmi`` may belong"""
     diag: bool = False
     """run ``dcgmi diag -r 1 -j`` once: it takes seconds, and its software checks use the GPUs"""
     sysfs: str = "/sys"

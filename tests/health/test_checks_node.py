@@ -73,7 +73,8 @@ def test_a_failed_test_of_diag_condemns_and_those_that_gcm_skips_do_not() -> Non
 def test_dcgms_exporter_is_a_second_witness_of_bad_memory() -> None:
     cases: tuple[dict[str, Any], ...] = ({"ecc_volatile_uncorrected": 2}, {"remap_failed": True})
     for told in cases:
-        found = LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),))).one("dcgm_memory")
+        told_by_dcgm = DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),), driver_gpus=("GPU-1",))
+        found = LookedAt().reads(told_by_dcgm).one("dcgm_memory")
         assert (found.verdict, found.part, found.proof) == (Verdict.FAIL, "GPU-1", True)
     assert LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1"),))).verdict("dcgm_memory") is Verdict.OK
 

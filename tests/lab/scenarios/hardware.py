@@ -217,7 +217,8 @@ class Machines:
             active = tuple(incident for since, until, incident in machine.incidents if since <= now < until)
             run = now // _HEALTH_EVERY * _HEALTH_EVERY
             exported = tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus)
-            data = r.DcgmData(exported, active, health_at=UPTIME + run)
+            data = r.DcgmData(exported, active, health_at=UPTIME + run,
+                              driver_gpus=tuple(gpu.uuid for gpu in machine.gpus))  # fmt: skip
         return r.Reading(reader, at, data)
 
 
