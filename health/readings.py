@@ -16,6 +16,9 @@ from msgspec import Struct
 READERS = ("nvml", "dcgm", "kernel", "fabric", "host")
 """names of the readers, each a module of :mod:`rrl.health.readers`"""
 
+MOUNT_ATTEMPTS = 3
+"""processes that look at a path which does not answer, within one look, one after another"""
+
 Why = dict[str, str]
 """field → why it could not be read: ``not supported``, ``not permitted``, ``no such function in this driver`` ..."""
 
@@ -184,7 +187,7 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     pci: str = ""
     """of the GPU (``0000:1b:00``), for an Xid"""
     pci_exists: bool | None = None
-    """for an Xid or SXid: an NVIDIA device of this node has this PCI address; None: the node's devices cannot be listed"""
+    """for an Xid or SXid: an NVIDIA device of this node has this PCI address; None: its devices cannot be listed"""
     pid: int | None = None
     device: str = ""
     """interface, disk or mount, where the line names one"""
@@ -234,6 +237,10 @@ class Mount(Struct, frozen=True, kw_only=True):
     """stat and a read of the file system's figures came back in time"""
     why: str = ""
     """why it does not answer: ``did not answer within 10 s``, or the system's word"""
+    attempts: int = 0
+    """processes that were started one after another to look at it, and none of which has come back"""
+    hung_for: float = 0.0
+    """s since the first of them was started"""
     filesystem: str = ""
     used: float | None = None
     """share of the bytes that users may have, 0 to 1"""

@@ -194,6 +194,10 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     """s in state D from which is warned (gcm)"""
     stuck_after_kill: float = 60.0
     """s after our own kill that a process may still be in state D; then the node is out (ours)"""
+    mount_hung: float = 15.0
+    """s for which a path must not answer three processes, started one after another, to be out after one look; other
+    paths must answer meanwhile, or the whole node stands still (ours: longer than a path has in any other look, and
+    within the time that a prolog may take)"""
     zombies: int = 50
     """older than 300 s, above which is warned (gcm: any; a container's first process often reaps none)"""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")

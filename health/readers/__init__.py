@@ -30,6 +30,8 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
     mounts: tuple[str, ...] = ("/", "/tmp")
     """paths that the node needs; the caller adds the run's folder and the home"""
+    mounts_within: float = 10.0
+    """s that such a path has to answer (NVRx' storage check: the same)"""
     exporter: str = "http://127.0.0.1:9400/metrics"
     """dcgm-exporter's metrics (its default port)"""
     dcgmi: str = "dcgmi"

@@ -285,6 +285,24 @@ def test_a_mount_that_does_not_answer_condemns_after_three_looks() -> None:
     assert node.reads(host(), times=2).verdict("mounts") is Verdict.OK
 
 
+def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
+    """A node whose /scratch has not answered so many processes for so long (s)."""
+    hung = Mount(path="/scratch", answers=False, why="did not answer within 15 s", attempts=attempts, hung_for=hung_for)
+    return host(mounts=(hung, Mount(path="/", answers=others, why="" if others else "did not answer within 15 s")))
+
+
+@pytest.mark.parametrize(("reading", "verdict"), [
+    (scratch(3, 15.1), Verdict.FAIL),
+    (scratch(2, 15.1), Verdict.WARN),  # a single request may be lost
+    (scratch(3, 10.0), Verdict.WARN),  # a server that fails over answers again soon
+    (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
+    (scratch(0, 0.0), Verdict.WARN),
+])  # fmt: skip
+def test_one_look_at_a_mount_condemns_after_a_time_and_several_attempts(reading: HostData, verdict: Verdict) -> None:
+    found = next(one for one in LookedAt().reads(reading).of("mounts") if one.part == "/scratch")
+    assert found.verdict is verdict
+
+
 @pytest.mark.parametrize(
     ("filesystem", "used", "inodes", "verdict"),
     [("ext4", 0.79, 0.1, Verdict.OK), ("ext4", 0.81, 0.1, Verdict.WARN), ("xfs", 0.1, 0.85, Verdict.WARN),
