@@ -68,8 +68,8 @@ def check_node(
 
 
 def mounts_within(rules: Rules, within: float) -> float:
-    """Return the time (s) that a path has to answer in a look of ``within`` s: long enough to condemn one that hangs, if
-    the look is."""
+    """Return the time (s) that a path has to answer in a look of ``within`` s. It is long enough to condemn a path that
+    hangs, if the look is long enough."""
     return max(1.0, min(rules.host.mount_hung, within - _REST_OF_HOST_S))
 
 

@@ -189,6 +189,8 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     pci_exists: bool | None = None
     """for an Xid or SXid: an NVIDIA device of this node has this PCI address; None: its devices cannot be listed"""
     pid: int | None = None
+    uid: int | None = None
+    """of that process, for a hung task; None: it is gone"""
     device: str = ""
     """interface, disk or mount, where the line names one"""
     age: float = 0.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +158,8 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     hung_window: float = 3600.0
     """s for which is told that the kernel called a task hung (ours)"""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
-    """devices whose I/O errors mean nothing: virtual CDs and floppies (ours)"""
+    """devices whose errors, and those of their file systems, mean nothing: virtual CDs and floppies, and images of
+    users' containers (ours)"""
 
 
 class FabricRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -266,6 +268,9 @@ def load_rules(path: Path | None = None) -> Rules:
         named = CONFIG
     try:
         with named.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IWOTH:
+                raise RulesError(f"{named}: everybody may write it, and so drain nodes; chmod o-w {named}")
             text = file.read(_LARGEST + 1).decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise RulesError(f"{named}: cannot be read: {error.strerror or error}") from None

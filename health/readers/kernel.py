@@ -100,11 +100,15 @@ class KernelReader:
             return lost
         event = recognise(text, max(0.0, now - int(fields[2]) / 1e6))
         if event is not None:
-            events.append(self._located(event))
+            events.append(self._completed(event))
         return lost
 
-    def _located(self, event: KernelEvent) -> KernelEvent:
-        """Say of an Xid or SXid whether its PCI address is of an NVIDIA device of this node."""
+    def _completed(self, event: KernelEvent) -> KernelEvent:
+        """Add what the message does not say: whether an Xid's PCI address is of an NVIDIA device of this node, and the
+        owner of a hung task."""
+        if event.kind == "hung_task":
+            with contextlib.suppress(OSError):
+                return structs.replace(event, uid=os.stat(f"{self._options.proc}/{event.pid}").st_uid)
         if event.kind not in ("xid", "sxid"):
             return event
         if event.pci not in self._devices and not self._listed:

@@ -1,7 +1,7 @@
 """Messages of the kernel log that mean something, each with where its form was seen. Pure: bytes in, event out.
 
-The kernel prints names that users choose: a crashing program's ``comm`` and the name of its file, the prefix of a packet
-filter's rule. Nobody may be drained through such a name:
+The kernel prints names that users choose: a crashing program's ``comm`` and the name of its file, or the prefix of a
+packet filter's rule. No node may be drained through such a name:
 
 - Every pattern is matched at the start of the message and holds more fixed text than a ``comm`` (15 bytes) can imitate,
   or reaches to the end of the message.
@@ -37,12 +37,13 @@ _COMM = rb"(?:\\x[0-9a-f]{2}|[^\\]){0,15}"
 """a program's ``comm``, which it sets as it likes (prctl PR_SET_NAME): at most 15 bytes (linux include/linux/sched.h:
 TASK_COMM_LEN), of which /dev/kmsg writes those that are not printable as ``\\x0a``"""
 _BEGINS_WITH_A_NAME = re.compile(
-    # linux arch/*/kernel, arch/x86/mm/fault.c: ``NAME[77]: segfault at ...``, ``traps: NAME[77] general protection ...``,
-    # ``umip: NAME[77] ip:...``, ``NAME[77]: unhandled exception``, ``NAME[77] bad frame in ...``; the file's name
-    # follows. ``NAME (77): drop_caches: 3``, ``mmap: NAME (77): VmData ...``
+    # linux arch/*/kernel, arch/x86/mm/fault.c: ``NAME[77]: segfault at ...``, ``traps: NAME[77] general protection
+    # ...``, ``umip: NAME[77] ip:...``, ``NAME[77]: unhandled exception``, ``NAME[77] bad frame in ...``; the file's
+    # name follows. ``NAME (77): drop_caches: 3``, ``mmap: NAME (77): VmData ...``
     rb"(?:[\w-]+: )?" + _COMM + rb"(?:\[\d+\]| ?\(\d+\))[ :]"
     # mm/oom_kill.c, mm/page_alloc.c, mm/vmalloc.c, block/blk-core.c
-    rb"|" + _COMM + rb"(?: invoked oom-killer: |: page allocation (?:failure|stalls)|: vmalloc |: attempt to access beyond )"
+    rb"|" + _COMM + rb"(?: invoked oom-killer: |: page allocation (?:failure|stalls)|: vmalloc "
+    rb"|: attempt to access beyond )"
     # a fragment of an interrupted line of the first kind
     rb"| in "
 )  # fmt: skip
@@ -91,8 +92,8 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # error, dev sda``; fs/buffer.c: ``Buffer I/O error on dev dm-0, logical block ...``
     ("io", rb"(?:\w+: )?(?:I/O|(?:critical )?(?:medium|target)) error, dev (?P<device>[\w-]+), sector \d"),
     ("io", rb"Buffer I/O error on dev(?:ice)? (?P<device>[\w-]+)"),
-    # linux drivers/nvme/host/pci.c: ``nvme nvme0: I/O 12 QID 4 timeout, aborting``, since 6.8 ``I/O tag 12 (100c) opcode
-    # 0x2 (Read) QID 4 timeout, ...``, ``controller is down; will reset``, ``Device not ready; aborting reset``,
+    # linux drivers/nvme/host/pci.c: ``nvme nvme0: I/O 12 QID 4 timeout, aborting``, since 6.8 ``I/O tag 12 (100c)
+    # opcode 0x2 (Read) QID 4 timeout, ...``, ``controller is down; will reset``, ``Device not ready; aborting reset``,
     # ``Removing after probe failure``
     ("io", rb"nvme (?P<device>nvme\d+): (?:I/O (?:tag )?\d+ .*timeout|controller is down|Device not ready"
            rb"|Removing after)"),

@@ -1,8 +1,9 @@
 """Paths whose file systems may hang: each is looked at by a short-lived process of its own. One that does not come back
 is left where it is, and its path counts as not answering until it does.
 
-One process that waits proves little: its request may be lost, and the next one is answered. So a path that does not
-answer is looked at by :data:`~rrl.health.readings.MOUNT_ATTEMPTS` processes within one look, started one after another; any answer will do.
+One process that waits proves little: its request may be lost, and the next one answered. So a path that does not answer
+is looked at by :data:`~rrl.health.readings.MOUNT_ATTEMPTS` processes within one look, started one after another. The
+path answers if any of them comes back.
 """
 
 from __future__ import annotations

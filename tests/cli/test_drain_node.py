@@ -106,6 +106,6 @@ def test_a_node_that_somebody_else_drained_is_left_as_it_is(cluster: Cluster) ->
 def test_a_slurm_that_does_not_answer_drains_nobody(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.answers = False
     assert drain() == 3
-    assert capsys.readouterr().out.startswith("not drained: sinfo: slurm_load_partitions: Unable to contact slurm controller")
+    assert "not drained: sinfo: slurm_load_partitions: Unable to contact" in capsys.readouterr().out
     cluster.answers = True
     assert drain("n77") == 3

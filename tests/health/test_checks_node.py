@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident, FabricData, KernelEvent, Mount, Stuck
+from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, Stuck
 from rrl.spec.health_checks import Expect, Rules
 from rrl.spec.words import Cause, Remedy, Verdict
 from rrl.tests.health.looked_at import LookedAt, host, port
@@ -283,6 +283,12 @@ def test_a_mount_that_does_not_answer_condemns_after_three_looks() -> None:
     found = node.reads(dead, every=10).one("mounts")
     assert (found.verdict, found.cause, found.part) == (Verdict.FAIL, Cause.STORAGE, "/scratch")
     assert node.reads(host(), times=2).verdict("mounts") is Verdict.OK
+
+
+@pytest.mark.parametrize(("device", "verdict"), [("sda1", Verdict.FAIL), ("loop0", Verdict.OK)])
+def test_a_damaged_image_that_a_user_brought_along_says_nothing_of_the_node(device: str, verdict: Verdict) -> None:
+    error = KernelEvent(kind="filesystem", text=f"EXT4-fs error (device {device}): ext4_lookup:1602", device=device)
+    assert LookedAt().log(error).verdict("kernel_filesystem") is verdict
 
 
 def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:

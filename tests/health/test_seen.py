@@ -141,6 +141,16 @@ def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
+def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "health.toml"
+    path.write_text("[expect]\ngpus = 99\n")
+    path.chmod(0o666)
+    with pytest.raises(RulesError, match="everybody may write it"):
+        load_rules(path)
+    path.chmod(0o664)
+    assert load_rules(path).expect.gpus == 99
+
+
 def test_what_dcgm_says_of_gpus_that_nobody_else_knows_is_dropped() -> None:
     gpus = tuple(DcgmGpu(uuid=uuid, remap_failed=True) for uuid in ("GPU-0", "GPU-driver", "GPU-made-up"))
     said = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))

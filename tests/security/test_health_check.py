@@ -81,10 +81,12 @@ def test_an_exporter_of_another_user_is_not_believed(owner: PlainUser, attacker:
 
 def test_an_exporter_cannot_invent_a_gpu(tmp_path: Path, owner: PlainUser) -> None:
     (tmp_path / "net").symlink_to("/proc/net")
-    options = {"dcgmi": "/nowhere/dcgmi", "proc": str(tmp_path)}
+    rules = Rules(readers=ReaderRules(dcgm_user=owner.name))
     with exporter_of(owner) as port:
-        found = check_node(Rules(readers=ReaderRules(dcgm_user=owner.name)), WITHIN_S, only=["dcgm_memory"],
-                           options=ReaderOptions(exporter=f"http://127.0.0.1:{port}/metrics", **options))  # fmt: skip
+        options = ReaderOptions(
+            exporter=f"http://127.0.0.1:{port}/metrics", dcgmi="/nowhere/dcgmi", proc=str(tmp_path)
+        )  # fmt: skip
+        found = check_node(rules, WITHIN_S, only=["dcgm_memory"], options=options)
     assert [one.verdict for one in found] == [Verdict.OK]
 
 
