@@ -80,12 +80,14 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
 
 
 class _HookDrains(Struct):
+    """The drains of the cluster, by node."""
+
     drained: dict[str, bool] = {}
-    """of each node of the cluster, whether it is drained"""
+    """whether each node of the cluster is drained, by whomever"""
     by_hooks: dict[str, HookDrain] = {}
-    """drains that hooks made"""
+    """the drains that hooks made"""
     reasons: dict[str, str] = {}
-    """of those"""
+    """the reasons of the drains that hooks made"""
 
 
 async def _hook_drains() -> _HookDrains:
@@ -98,9 +100,11 @@ async def _hook_drains() -> _HookDrains:
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
         found.drained[node] = "drain" in state.lower()
         if found.drained[node] and reason.startswith(PREFIX):
+            drained_at = 0.0  # Slurm may not know when: then it was not lately, but the drain stands
             with contextlib.suppress(ValueError):
-                found.by_hooks[node] = HookDrain(datetime.fromisoformat(at).timestamp(), node)
-                found.reasons[node] = reason.strip().removesuffix(LATER)
+                drained_at = datetime.fromisoformat(at).timestamp()
+            found.by_hooks[node] = HookDrain(drained_at, node)
+            found.reasons[node] = reason.strip().removesuffix(LATER)
     return found
 
 

@@ -24,8 +24,8 @@ PAUSE = 1.0
 RATES = 2.0
 """s between two readings where counters' rises are asked for"""
 _REST_OF_HOST_S = 5.0
-"""of the time that a look has: to start a reader's process and to read the host's other values. The rest is for mounts
-that hang: a look that is long enough to be sure saves two more"""
+"""The part of a look's time that starting a reader's process and reading the host's other values may take. The rest is
+for mounts that hang."""
 CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """exit codes"""
 

@@ -33,9 +33,9 @@ _LEAVES = {
 _OFF_THE_BUS = 79
 _NVML_CAN_CONTRADICT = (_OFF_THE_BUS, AUTHORITY)
 _NVML_SETTLES_S = 2.0
-"""from an Xid until what NVML reads is of after it: NVML is read once a second, and a read takes part of one"""
+"""An NVML reading that ends this long after an Xid also began after it: NVML is read once a second."""
 _NVML_AWAITED_S = 15.0
-"""for which an Xid waits for such a reading: longer than a read of NVML may take before it counts as hung (10 s)"""
+"""An Xid waits for such a reading for this long: longer than a read may take before it counts as hung (10 s)."""
 _IF_THE_DRIVER_SAYS_SO = (160, 162)
 """NVIDIA's own catalogue asks for nothing, NVSentinel takes the node or the GPU: a driver that says that nothing is
 needed decides"""
@@ -73,12 +73,13 @@ class _Gpu:
         return ""
 
     def _nvml_contradicts(self, event: XidEvent) -> bool:
+        """Return whether NVML was read after this event, and what it says disproves it."""
         newest = self.seen.newest.get("nvml")
         read = newest is not None and newest.state == "read" and newest.at >= event.last + _NVML_SETTLES_S
         return read and event.code in _NVML_CAN_CONTRADICT and self._well(event.code)
 
     def _awaits_nvml(self, event: XidEvent) -> bool:
-        """NVML reads, will be read again soon, and knew nothing of it before."""
+        """Return whether NVML, which saw nothing wrong before this event, is to be read again before it counts."""
         newest = self.seen.newest.get("nvml")
         due = newest is not None and newest.state == "read" and newest.at < event.last + _NVML_SETTLES_S
         fresh = self.now < event.last + _NVML_AWAITED_S

@@ -4,10 +4,10 @@ The limit's memory is Slurm itself: a drain by a hook is a node in state DRAIN w
 and only root, SlurmUser and administrators can set either. No file is shared, so no user can forge drains, or use them
 up without making that many nodes fail their check.
 
-Hooks run on all nodes at the same time and know nothing of each other. Each drains its own node first, waits until
-Slurm's clock has passed that second, and then ranks all drains by hooks by (time, name). Whoever is beyond the limit
-takes its own drain back. Everybody who ranks before a node is in the list that it reads, so exactly as many drains as
-the limit permits remain, whoever reads when.
+Hooks run on all nodes at the same time and know nothing of each other. Each hook drains its own node first, waits until
+Slurm's clock has passed that second, and then ranks all drains by hooks by (time, name). A hook whose drain ranks beyond
+the limit takes it back. All drains that rank before its own are in the list that a hook reads, so exactly as many drains
+remain as the limit permits, in whatever order the hooks read.
 """
 
 from __future__ import annotations
