@@ -7,8 +7,8 @@
 #
 # Only FAIL drains. WARN, UNKNOWN and a check that could not be made change nothing, but that a WARN is well enough to
 # take back a drain of ours. A drain by anybody else is neither overwritten nor taken back: ours begin with $OURS.
-# Where hooks have drained too many nodes lately ([hooks] in health.toml), FAIL does not drain either, and says so in the
-# system's log.
+# Where hooks have drained too many nodes lately ([hooks] in health.toml), a FAIL does not drain either: a line in the
+# system's log says so.
 
 RRL=/opt/rrl/bin/rrl            # on a disk of the node: neither a home nor a shared file system may be in its path
 CONFIG=/etc/rrl/health.toml     # the site's rules, if there are any
