@@ -18,9 +18,9 @@ _RETURN_0 = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """classic BPF, one instruction: of each packet keep 0 bytes (linux/filter.h, ``struct sock_filter``)"""
 
 
-def listening() -> frozenset[int]:
-    """TCP ports that this process listens at."""
-    return frozenset(port for _, port, listens in _sockets() if listens)
+def listening() -> frozenset[tuple[str, int]]:
+    """(address, port) of every TCP socket that this process listens at."""
+    return frozenset(one.getsockname()[:2] for _, one in _borrowed_all() if _listens(one))
 
 
 def deaf(port: int, silent: bool) -> None:
