@@ -242,7 +242,10 @@ class Link:
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
             return
         if self._pipe is None:
-            self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
+            trusted = self._transport["trusted_network"]
+            self._pipe = open_pipe(
+                self._transport["weights"], self.keys.secret, host=self.host, trusted_network=trusted
+            )
             self._serves = await self._pipe.serve(self.weights, self.host)
         if role == "rollout" and not standby:
             self._spawn(self._follow(self._pipe))

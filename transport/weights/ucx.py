@@ -93,7 +93,8 @@ class _Worker:
 
 class _UcxLine:
     """An endpoint, and the TCP connection that it began with. Tag messages keep their boundaries: each receive matches
-    one send of the same length. ``dispose`` is called once the line has been aborted."""
+    one send of the same length. ``dispose`` is called once the line has been aborted and no operation is under way: their
+    futures are completed by the worker that it ends."""
 
     def __init__(
         self, endpoint: Any, tcp: TcpLine, mine: int, theirs: int, dispose: Callable[[], None] = lambda: None
@@ -103,6 +104,7 @@ class _UcxLine:
         self._mine, self._theirs = mine, theirs
         self._dispose = dispose
         self._gone = False
+        self._under_way = 0
         self._watch = asyncio.get_running_loop().create_task(self._until_tcp_ends())
 
     async def open(self) -> None:
@@ -126,6 +128,7 @@ class _UcxLine:
         """One operation. However it fails, the endpoint is closed before anybody can let go of the buffer."""
         if self._gone:
             raise PipeError("the connection was aborted")
+        self._under_way += 1
         try:
             self._endpoint.raise_on_error()
             request = start()
@@ -138,8 +141,15 @@ class _UcxLine:
         except BaseException:  # cancelled
             self.abort()
             raise
+        finally:
+            self._under_way -= 1
+            self._dispose_once_idle()
         if self._gone:
             raise PipeError("the connection was aborted")
+
+    def _dispose_once_idle(self) -> None:
+        if self._gone and not self._under_way:
+            self._dispose()
 
     async def _until_tcp_ends(self) -> None:
         try:
@@ -156,7 +166,7 @@ class _UcxLine:
             self._endpoint.remove_close_callback()
             self._endpoint = None
             self._tcp.abort()
-            self._dispose()
+            self._dispose_once_idle()
 
     @property
     def broken(self) -> bool:

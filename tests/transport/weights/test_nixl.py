@@ -42,7 +42,7 @@ def until(what: Callable[[], bool]) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """Over TCP, as between machines: within one, memory is read without its owner's doing anything."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    made = Reads()
+    made = Reads("127.0.0.1")
     try:
         yield made
     finally:
@@ -228,7 +228,7 @@ READER = """
 import sys, threading
 from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads
 
-reads, (name, told, address) = Reads(), sys.argv[1:]
+reads, (name, told, address) = Reads("127.0.0.1"), sys.argv[1:]
 remote = reads.meet(name.encode(), bytes.fromhex(told))
 
 def land():
@@ -280,7 +280,7 @@ def test_a_buffer_that_was_given_up_is_not_copied_to() -> None:
 
 
 def test_who_cannot_be_reached_holds_up_nobody_else(reads: Reads) -> None:
-    far, near = Reads(), Reads()
+    far, near = Reads("127.0.0.1"), Reads()
     try:
         near.hear(True)
         slot = far.fill(content(10))
@@ -304,7 +304,7 @@ def test_who_cannot_be_reached_holds_up_nobody_else(reads: Reads) -> None:
 def test_what_is_told_of_somebody_else_is_refused(reads: Reads) -> None:
     with pytest.raises(PipeError):
         reads.meet(b"0" * 16, b"garbage")
-    other = Reads()
+    other = Reads("127.0.0.1")
     with pytest.raises(PipeError, match="somebody else"):
         reads.meet(b"0" * 16, other.told()[1])
     other.close()
@@ -523,5 +523,5 @@ def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
         pipes.open_pipe("nixl", SECRET)
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
-        nixl_reads.Reads()
+        nixl_reads.Reads("127.0.0.1")
     assert pipes.choose("auto")[0] != "nixl"

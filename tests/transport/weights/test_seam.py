@@ -101,7 +101,7 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(
     async def test() -> None:
         store, flat = WeightStore(), content(2**20)
         store.offer(described(VERSION, flat, SECRET, 2**16), flat)
-        source, pipe = open_pipe(kind, SECRET), open_pipe(kind, SECRET)
+        source, pipe = open_pipe(kind, SECRET, trusted_network=True), open_pipe(kind, SECRET, trusted_network=True)
         at = await source.serve(store, "127.0.0.1")
         holder = Holder(Life(ReplicaId("trainer/0"), 1), at)
         await pipe.manifest(at, VERSION, 20)

@@ -7,21 +7,22 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from rrl.transport.weights.pipe import open_pipe
-from rrl.transport.weights.ucx import SETTINGS, _runtime
+from rrl.transport.weights.ucx import UcxPipe
+from rrl.transport.weights.ucx_settings import SETTINGS
 
 SOON = 60.0
 OPEN = """
 import asyncio, os
 from rrl.transport.weights.pipe import open_pipe
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.ucx import SETTINGS
+from rrl.transport.weights.ucx_settings import SETTINGS
 
 async def main():
-    pipe = open_pipe("ucx", b"s" * 32)
+    pipe = open_pipe("ucx", b"s" * 32, trusted_network=True)
     await pipe.serve(WeightStore(), "127.0.0.1")
     print({name: os.environ[name] for name in SETTINGS})
     await pipe.close()
@@ -58,9 +59,11 @@ def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
     """Everything else keeps a core busy (measured)."""
 
     async def test() -> None:
-        pipe = open_pipe("ucx", b"s" * 32)
-        assert _runtime._context.progress_mode == "thread"
-        assert _runtime._context.worker.enable_python_future
+        pipe = UcxPipe(b"s" * 32, "127.0.0.1")
+        assert pipe._own is not None
+        assert pipe._own.core.enable_python_future
+        assert [thread.name for thread in threading.enumerate()].count("UCX notifier") == 1
         await pipe.close()
 
     asyncio.run(test())
+    assert "UCX notifier" not in [thread.name for thread in threading.enumerate()]
