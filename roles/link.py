@@ -242,7 +242,7 @@ class Link:
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
             return
         if self._pipe is None:
-            trusted = self._transport["trusted_network"]
+            trusted = self._transport.get("trusted_network", False)  # a run of an older rrl says nothing of it
             self._pipe = open_pipe(
                 self._transport["weights"], self.keys.secret, host=self.host, trusted_network=trusted
             )

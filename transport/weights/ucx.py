@@ -93,8 +93,10 @@ class _Worker:
 
 class _UcxLine:
     """An endpoint, and the TCP connection that it began with. Tag messages keep their boundaries: each receive matches
-    one send of the same length. ``dispose`` is called once the line has been aborted and no operation is under way: their
-    futures are completed by the worker that it ends."""
+    one send of the same length.
+
+    ``dispose`` is called once the line has been aborted and no operation is under way: the worker that it ends is what
+    completes their futures."""
 
     def __init__(
         self, endpoint: Any, tcp: TcpLine, mine: int, theirs: int, dispose: Callable[[], None] = lambda: None
