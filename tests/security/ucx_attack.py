@@ -1,8 +1,8 @@
-"""What somebody without a key can try with UCX at a port: ``python -m rrl.tests.security.ucx_attack HOST PORT ...``.
+"""What somebody without a key can try with UCX at ports: ``python -m rrl.tests.security.ucx_attack HOST PORT ...``.
 
-Prints one JSON object: for each port, what was answered. Two ways in are tried. UCX's interface port takes a connection
-from whoever has the address of its worker, which is our own address with another port in it; over it, puts and gets go
-without any key. UCX's listener takes a connection by host and port.
+Prints one JSON object: the ways by which a UCX was reached, for each port. UCX's interface port accepts whoever sends
+the 42 bytes that a UCX says first; over that connection puts and gets need no key. They are recorded from a UCX of our
+own, and so is the answer of one. UCX's listener takes a connection by host and port.
 """
 
 from __future__ import annotations
@@ -10,32 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
-from collections.abc import Callable
 from typing import Any
+
+from rrl.transport.connections import listening
+from rrl.transport.weights.ucx_ports import HELLO_BYTES
 
 TRY_S = 2.0
 """for one attempt; a UCX that is there has answered within 0.2 s on a busy machine"""
 MESSAGE = b"x" * 64
-"""sent with the connection: small enough to go in one piece, so that it completes once the connection is accepted"""
-
-
-async def _delivered(endpoint: Any) -> bool:
-    """Whether a message, and then everything before it, is accepted by a UCX at the other end."""
-    from ucxx._lib.arr import Array
-    from ucxx.types import Tag
-
-    try:
-        async with asyncio.timeout(TRY_S):
-            await endpoint.tag_send(Array(MESSAGE), Tag(1)).wait()
-            await endpoint.am_send(Array(MESSAGE)).wait()
-            await asyncio.sleep(TRY_S / 2)  # a refusal may come after what was sent
-        endpoint.raise_on_error()
-    except Exception:
-        return False
-    finally:
-        endpoint.close_blocking(period=10**9, max_attempts=1)
-    return True
+HOST = "127.0.0.1"
 
 
 async def attack(host: str, ports: list[int]) -> dict[int, list[str]]:
@@ -43,40 +28,68 @@ async def attack(host: str, ports: list[int]) -> dict[int, list[str]]:
     from ucxx._lib.libucxx import UCXAddress, UCXEndpoint
     from ucxx._lib_async.application_context import ApplicationContext
 
-    own = ApplicationContext(progress_mode="thread", enable_python_future=True)
-    address = UCXAddress.create_from_worker(own.worker).tobytes()
-    mine = next(port for port in _listening_ports() if port.to_bytes(2, "big") in address).to_bytes(2, "big")
-    assert address.count(mine) == 1
+    mine = ApplicationContext(progress_mode="thread", enable_python_future=True)
+    address = UCXAddress.create_from_worker(mine.worker).tobytes()
+    own_port = next(port for _, port in listening() if port.to_bytes(2, "big") in address)
+    with socket.create_server((HOST, 0)) as recorder:
+        at = recorder.getsockname()[1]
+        forged = address.replace(own_port.to_bytes(2, "big"), at.to_bytes(2, "big"))
+        other = ApplicationContext(progress_mode="thread", enable_python_future=True)
+        endpoint = UCXEndpoint.create_from_worker_address(other.worker, UCXAddress.create_from_buffer(forged), True)
+        hello = await asyncio.to_thread(_recorded, recorder)
+    endpoint.close_blocking(period=10**9, max_attempts=1)
+    accepted = await asyncio.to_thread(_answer, HOST, own_port, hello)
+    assert accepted, "a UCX of our own does not answer: the attack would show nothing"
 
-    def interface(port: int) -> Any:
-        forged = UCXAddress.create_from_buffer(address.replace(mine, port.to_bytes(2, "big")))
-        return UCXEndpoint.create_from_worker_address(other.worker, forged, False)
-
-    other = ApplicationContext(progress_mode="thread", enable_python_future=True)
-    ways: dict[str, Callable[[int], Any]] = {
-        "interface port": interface,
-        "listener": lambda port: UCXEndpoint.create(other.worker, host, port, True),
-    }
-    reached: dict[int, list[str]] = {port: [] for port in ports}
-    for name, connect in ways.items():
-        answers = await asyncio.gather(*(_tried(connect, port) for port in ports))
-        for port, answered in zip(ports, answers, strict=True):
-            reached[port] += [name] * answered
+    reached: dict[int, list[str]] = {}
+    for port in ports:
+        reached[port] = []
+        if await asyncio.to_thread(_answer, host, port, hello) == accepted:
+            reached[port].append("interface port")
+    dialled = await asyncio.gather(*(_dialled(UCXEndpoint, other.worker, host, port) for port in ports))
+    for port, delivered in zip(ports, dialled, strict=True):
+        reached[port] += ["listener"] * delivered
     return reached
 
 
-async def _tried(connect: Callable[[int], Any], port: int) -> bool:
+def _recorded(recorder: socket.socket) -> bytes:
+    recorder.settimeout(TRY_S)
+    connected, _ = recorder.accept()
+    with connected:
+        connected.settimeout(TRY_S)
+        return connected.recv(HELLO_BYTES, socket.MSG_WAITALL)
+
+
+def _answer(host: str, port: int, hello: bytes) -> bytes:
+    """The first bytes that come back; empty where none do."""
     try:
-        endpoint = connect(port)
+        with socket.create_connection((host, port), TRY_S) as connection:
+            connection.settimeout(TRY_S)
+            connection.sendall(hello)
+            return connection.recv(64)
+    except OSError:
+        return b""
+
+
+async def _dialled(endpoints: Any, worker: Any, host: str, port: int) -> bool:
+    """Whether a UCX listener takes a message."""
+    from ucxx._lib.arr import Array
+    from ucxx.types import Tag
+
+    try:
+        endpoint = endpoints.create(worker, host, port, True)
+    except Exception:  # ucxx raises a family of its own, and RuntimeError
+        return False
+    try:
+        async with asyncio.timeout(TRY_S):
+            await endpoint.tag_send(Array(MESSAGE), Tag(1)).wait()
+            await endpoint.am_send(Array(MESSAGE)).wait()
+        endpoint.raise_on_error()
     except Exception:
         return False
-    return await _delivered(endpoint)
-
-
-def _listening_ports() -> list[int]:
-    from rrl.transport.connections import listening
-
-    return [port for _, port in listening()]
+    finally:
+        endpoint.close_blocking(period=10**9, max_attempts=1)
+    return True
 
 
 if __name__ == "__main__":
