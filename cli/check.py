@@ -136,8 +136,8 @@ def _trusted(job: Job, path: Path) -> list[str]:
     except Untrusted as error:
         if job.cluster.kind == "local":
             raise BadInput(_located(path, Trouble(("transport", "weights"), str(error)))) from None
-        return [f'transport.weights = "{kind}": this machine has no active RDMA port; a node that has none refuses'
-                " to start trainer and rollouts, unless trusted_network = true (docs/sites.md)"]  # fmt: skip
+        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; it must on the nodes,'
+                " or trusted_network = true (docs/sites.md)"]  # fmt: skip
     return []
 
 

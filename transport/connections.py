@@ -23,17 +23,31 @@ def listening() -> frozenset[tuple[str, int]]:
     return frozenset(one.getsockname()[:2] for _, one in _borrowed_all() if _listens(one))
 
 
+def try_packet_filter() -> str:
+    """Why this user may not have the kernel drop what comes to a socket of its own; empty where it may."""
+    with socket.socket() as own:
+        try:
+            _drop_everything(own)
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
 def deaf(port: int, silent: bool) -> None:
     """Have the kernel drop whatever comes to our listening ``port``, or no longer. Connections that are there already
     are not touched. Raises OSError."""
     for _, one in _borrowed_all():  # looked at and told in one: its descriptor may be somebody else's a moment later
         if one.getsockname()[1] == port and _listens(one):
             if silent:
-                drop = ctypes.create_string_buffer(_RETURN_0)
-                program = struct.pack("@HP", 1, ctypes.addressof(drop))
-                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                _drop_everything(one)
             else:
                 one.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def _drop_everything(one: socket.socket) -> None:
+    drop = ctypes.create_string_buffer(_RETURN_0)
+    program = struct.pack("@HP", 1, ctypes.addressof(drop))
+    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def accepted(ports: frozenset[int]) -> dict[int, int]:
