@@ -51,7 +51,7 @@ def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-ELSEWHERE: set[type] = {ev.ManagerStopped, ev.Ordered, ev.StacksTaken, ev.Learned}
+ELSEWHERE: set[type] = {ev.ManagerStopped, ev.Ordered, ev.StacksTaken, ev.Learned, ev.Noted}
 """records of which nothing is done that others do not lead to as well"""
 
 
