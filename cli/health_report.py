@@ -18,7 +18,7 @@ from rich.console import Console
 
 from rrl.cli import node_drains
 from rrl.cli.asking import BadInput, Failed
-from rrl.cli.histories import read, warn
+from rrl.cli.histories import read, warn, without_impossible
 from rrl.cli.moments import moment
 from rrl.cli.screen import PLAIN_WIDTH, show
 from rrl.cli.views.figures import folded
@@ -59,6 +59,7 @@ def report(since: str, nodes: str | None, format: str, history: Sequence[Path], 
     told, sources = read(history, min(begin, now - lemons.WINDOW))
     named = {getattr(one.record, "node", "") for one in told} - {""}
     drains, unknown = _drains(sorted(named if only is None else named & only))
+    told, sources = without_impossible(told, sources, now, drains)
     whole = make_report(told, begin, now, drains, only)
     warn(sources)
     if unheard := sorted((only or frozenset()) - {one.node for one in whole.nodes}):

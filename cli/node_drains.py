@@ -16,6 +16,7 @@ from rrl.manager.cluster import NodeState, Refused, Unanswered
 from rrl.manager.cluster import slurm_text as text
 from rrl.manager.cluster.slurm_commands import Ended, SlurmLimits, execute
 from rrl.manager.cluster.slurm_nodes import SlurmNodes
+from rrl.manager.cluster.slurm_shapes import gpus_by_type
 from rrl.spec.words import NodeName
 
 AT_ONCE = 500
@@ -24,6 +25,8 @@ MOST = 0.1
 """at most max(1, this share) of the cluster's nodes are drained by one command: requests can be wrong, all alike"""
 MOST_AWAY = 0.25
 """none while more than this share of them is down or drained (docs/sources.md, guard rails)"""
+BY_CHECK = f"{OURS}health:"
+"""how the reason of a drain by examples/health/healthcheck.sh begins; a run's has its id there"""
 _LIMITS = SlurmLimits()
 
 
@@ -54,7 +57,14 @@ async def _look(nodes: list[str]) -> dict[str, DrainState]:
 def _state(mark: text.NodeMark, line: str) -> DrainState:
     whose = ("rrl" if mark.reason.startswith(OURS) else "foreign") if mark.draining else ""
     reason, by = (mark.reason, mark.by) if mark.draining or mark.taken else ("", "")
-    return DrainState(mark.state, mark.draining, whose, reason, by, _booted(line))
+    by_check = mark.draining and mark.reason.startswith(BY_CHECK)
+    return DrainState(mark.state, mark.draining, whose, reason, by, _booted(line), _gpus(line), by_check)
+
+
+def _gpus(line: str) -> int | None:
+    """``Gres=gpu:h100:8(S:0-1),nic:4``: 8. None where Slurm does not manage GPUs: there may be some all the same."""
+    match = re.search(r" Gres=(\S+)", line)
+    return sum(gpus_by_type(match[1]).values()) or None if match is not None else None
 
 
 def _booted(line: str) -> float:

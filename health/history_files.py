@@ -20,8 +20,8 @@ from rrl.health.history import MAX_FILE_BYTES, MAX_FILE_RECORDS, MOST_LINE, of_f
 
 MAX_USER_ENTRIES = 50_000
 """names of a user's folder that are looked at: each costs a stat, 1 ms over NFS"""
-MAX_USER_FILES = 10_000
-"""files of a user that are read: a hundred runs a day for three months"""
+MAX_USER_FILES = 3000
+"""files of a user that are read: a hundred runs a day for a month"""
 MAX_USER_BYTES = 512 * 2**20
 """bytes of all files of a user: what a report reads in some 10 s"""
 MAX_USER_RECORDS = 500_000
