@@ -58,7 +58,11 @@ def _state(mark: text.NodeMark, line: str) -> DrainState:
     whose = ("rrl" if mark.reason.startswith(OURS) else "foreign") if mark.draining else ""
     reason, by = (mark.reason, mark.by) if mark.draining or mark.taken else ("", "")
     by_check = mark.draining and mark.reason.startswith(BY_CHECK)
-    return DrainState(mark.state, mark.draining, whose, reason, by, _booted(line), _gpus(line), by_check)
+    partitions = re.search(r" Partitions=(\S+)", line)
+    return DrainState(
+        mark.state, mark.draining, whose, reason, by, _booted(line), _gpus(line),
+        tuple(partitions[1].split(",")) if partitions is not None else (), by_check,
+    )  # fmt: skip
 
 
 def _gpus(line: str) -> int | None:

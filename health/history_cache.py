@@ -140,7 +140,8 @@ class HistoryCache:
             id, offset, kept, skipped = self._known(path, folder, run, about, head)
             allowance.records -= kept
             file.seek(offset)
-            rows, newest = [], 0.0
+            rows: list[tuple[int, float, str, bytes]] = []
+            newest = 0.0
             for length, text in whole_lines(file):
                 if len(rows) >= allowance.records:
                     break

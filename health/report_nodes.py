@@ -155,7 +155,7 @@ def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState
         advice = f"lemon: drain it and test it at length (score {lemon.score:g})"
         return _drained_already(advice) if drain.drained else advice
     if alone:
-        return f"watch; only {' and '.join(alone)} says so: rrl health check on the node tells whether it is true"
+        return f"watch; only records of {' and '.join(alone)} say so: rrl health check on the node tells what is true"
     if verdict == Verdict.WARN.value:
         return f"watch; {ADVICE[remedy]}" if remedy is not Remedy.NONE else ADVICE[Remedy.NONE]
     return "undrain it if it was repaired" if drain.whose == "rrl" else "none"

@@ -29,6 +29,8 @@ class DrainState(Struct, frozen=True):
     """s since 1970; 0: not known"""
     gpus: int | None = None
     """as Slurm has configured them; None: not known"""
+    partitions: tuple[str, ...] = ()
+    """that the node is in"""
     by_check: bool = False
     """root's HealthCheckProgram drained it (``rrl:health:``): the node's own record of what is wrong with it"""
 
