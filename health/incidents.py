@@ -51,9 +51,10 @@ class Incident(Struct, frozen=True):
     """other nodes with the same cause within 10 min: a hint at fabric or storage"""
     evidence: tuple[str, ...] = ()
     witnesses: tuple[str, ...] = ()
-    """users by whose records it is infrastructure's: of the hardware evidence, else of the run that lost the node"""
+    """users whose records alone say that it was infrastructure's: of the failure and of hardware evidence, or that the
+    node was lost. A failure of one user beside another one's evidence is the word of neither alone"""
     trusted: bool = False
-    """one of these records is root's"""
+    """one of them is root"""
 
 
 class Raised(Struct, frozen=True):
@@ -213,7 +214,8 @@ def _attributed(chapter: Chapter, failed: Failed, cost: float, against: list[Rai
         proof = max(near, key=lambda one: (one.found.proof, -abs(one.at - failed.at)))
         owner, cause, detector = INFRA, proof.found.cause.value, proof.found.detector
         remedy = proof.found.remedy.value
-        witnesses, trusted = tuple(sorted({one.user for one in near})), any(one.trusted for one in near)
+        if any((one.user, one.trusted) == (chapter.user, chapter.trusted) for one in near):
+            witnesses, trusted = (chapter.user,), chapter.trusted
     elif failed.lost:
         witnesses, trusted = (chapter.user,), chapter.trusted
         owner, cause, detector, remedy = INFRA, Cause.NODE.value, failed.detector or "cluster", failed.remedy
