@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rrl.cli.asking import Failed
+from rrl.cli.asking import BadInput
 from rrl.cli.failures import Failure, failures, of
 from rrl.cli.log_files import Log, all_logs
 from rrl.cli.log_lines import LifeTail, Line, Wanted
@@ -26,7 +26,7 @@ def show_failures(run: RunDir, whose: str | None, wanted: Wanted, newest: int, p
     try:
         found = failures(replay(run))
     except JournalError as error:
-        raise Failed(str(error)) from None
+        raise BadInput(str(error)) from None
     since = seconds_of(wanted.since) if wanted.since else 0.0
     found = [failure for failure in found if of(whose, failure) and failure.at >= since]
     if not found and not printer.json:
