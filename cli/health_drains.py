@@ -11,7 +11,7 @@ from rrl.cli import node_checks, node_drains
 from rrl.cli.asking import Failed
 from rrl.cli.histories import read, warn, without_impossible
 from rrl.cli.moments import moment
-from rrl.cli.screen import print_json, show
+from rrl.cli.screen import print_json, print_line, show
 from rrl.health.drain_requests import Request, confirmation, confirmed_reason, open_requests
 from rrl.health.report_nodes import drain_line
 from rrl.health.report_values import DrainState
@@ -40,7 +40,7 @@ def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bo
     show(requests_view(requests, drains, unknown, _now()))
     for one in requests:  # not wrapped, whatever the terminal: they are to be pasted
         if line := _scontrol(one, drains.get(one.node, DrainState())):
-            print(line)
+            print_line(line)
     return 0
 
 
@@ -75,7 +75,7 @@ def _apply(requests: list[Request], drains: dict[str, DrainState], unknown: str,
         print_json([{"node": node, "drained": ok, "said": said} for node, ok, said in outcomes])
     else:
         for node, ok, said in outcomes:
-            print(f"{node}: {said}" if ok else f"{node}: not drained: {said}", flush=True)
+            print_line(f"{node}: {said}" if ok else f"{node}: not drained: {said}")
         if not outcomes:
             print("nothing is asked for", file=sys.stderr)
     return 0 if all(ok for _, ok, _ in outcomes) else 1

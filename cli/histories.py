@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rrl.cli.asking import BadInput
+from rrl.cli.screen import print_line
 from rrl.health.history import Told
 from rrl.health.history_cache import HistoryCache, Sources
 from rrl.health.plausibility import plausible
@@ -54,6 +55,6 @@ def warn(sources: Sources) -> None:
     for what, lines in (("not read", sources.refused), ("left out", sources.left_out)):
         if lines:
             more = f" (and {len(lines) - 1} more; --format json names all)" if len(lines) > 1 else ""
-            print(f"rrl: {what}: {lines[0]}{more}", file=sys.stderr)
+            print_line(f"rrl: {what}: {lines[0]}{more}", to_stderr=True)
     if sources.skipped:
         print(f"rrl: {sources.skipped} lines were skipped: damaged, or of another version", file=sys.stderr)

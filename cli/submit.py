@@ -115,7 +115,7 @@ def _watch(run: RunDir, stop: threading.Event) -> None:
 
 def _manager(run: RunDir, *, foreground: bool) -> str | None:
     try:
-        return starting.run_here(run, foreground=foreground)
+        return starting.run_here(run, foreground=foreground, by_hand=True)
     except JournalError as error:
         raise BadInput(str(error)) from None
     except (LeaseHeld, OSError) as error:

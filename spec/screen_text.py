@@ -19,6 +19,19 @@ _COMMANDS = re.compile(
 
 
 def escaped(text: str) -> str:
-    """``text`` with each such character as Python writes it in a literal (``\\x1b``, ``\\u202e``), a line break
-    included; a tab, and all other text, stays as it is."""
+    """One line: ``text`` with each such character as Python writes it in a literal (``\\x1b``, ``\\u202e``), a line
+    break included; a tab, and all other text, stays as it is."""
     return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def escaped_lines(text: str) -> str:
+    """The same for text of several lines, whose line breaks stay."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def escaped_json(document: str) -> str:
+    """A JSON document in which such a character stands as JSON writes it (``\\u001b``): it says what it said. Between
+    its strings a document has no such character but line breaks, which stay."""
+    return "\n".join(
+        _COMMANDS.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in document.split("\n")
+    )  # fmt: skip

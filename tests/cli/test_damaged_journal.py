@@ -23,7 +23,8 @@ from rrl.transport.keys import RunKeys
 DAMAGED_JOURNALS = 750
 FRAME = struct.Struct("<II")
 COMMANDS = (
-    ("status",), ("status", "--json"), ("logs", "--failed"), ("list",), ("resume",), ("manage",), ("cancel", "--no-wait"),
+    ("status",), ("status", "--json"), ("logs", "--failed"), ("list",), ("resume",), ("manage",),
+    ("cancel", "--no-wait"),
 )  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def test_a_record_whose_text_is_not_utf8_is_one_line_from_every_command(
 ) -> None:
     (segment,) = run.journal.glob("*.seg")
     data = bytearray(segment.read_bytes())
-    at, length = next((at, length) for at, length in list(frames(bytes(data)))[1:] if b"rollout/0" in data[at : at + length])
+    records = list(frames(bytes(data)))[1:]
+    at, length = next((at, length) for at, length in records if b"rollout/0" in data[at : at + length])
     data[data.index(b"rollout/0", at)] = 0xFF
     segment.write_bytes(framed_again(data, at, length))
     for command in COMMANDS:
