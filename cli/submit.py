@@ -118,7 +118,9 @@ def _manager(run: RunDir, *, foreground: bool) -> str | None:
         return starting.run_here(run, foreground=foreground, by_hand=True)
     except JournalError as error:
         raise BadInput(str(error)) from None
-    except (LeaseHeld, OSError) as error:
+    except OSError as error:
+        raise Failed(f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)) from None
+    except LeaseHeld as error:
         raise Failed(str(error)) from None
 
 

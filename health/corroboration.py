@@ -7,7 +7,7 @@ to root, or a drain by the site's HealthCheckProgram, which ran ``rrl health che
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf, prod
 
 from msgspec import Struct
@@ -21,6 +21,14 @@ MAX_SCORE_BY_ONE_USER = 0.5
 """of a lemon's score: below lemons.LEMON (0.7), which two users with so much each exceed (0.75)"""
 
 
+class Witnesses(Struct, frozen=True):
+    """Who says that hardware of a node failed for one cause."""
+
+    users: frozenset[str] = frozenset()
+    trusted: bool = False
+    """one of them is root"""
+
+
 class Signal(Struct, frozen=True):
     """One occurrence of a sign of a lemon, and who says so."""
 
@@ -32,19 +40,30 @@ class Signal(Struct, frozen=True):
     """with a hardware proof that the node's own record repeats"""
 
 
-def accused_by(one: Raised, findings: Iterable[Raised], by_check: bool) -> frozenset[str]:
-    """Users whose evidence accuses the node of what ``one`` says; empty: not enough of them.
+def witnesses_of(findings: Iterable[Raised]) -> dict[Cause, Witnesses]:
+    """For each cause, whose hardware evidence against one node stands, as far as their runs have not taken it back.
 
-    ``findings``: all against the node. ``by_check``: the site's own check of the node has drained it."""
-    alike = [other for other in findings if _alike(other, one.found.cause)]
-    users = frozenset(other.user for other in alike) | {one.user}
-    trusted = one.trusted or any(other.trusted for other in alike) or (by_check and one.found.proof)
+    ``findings``: all against the node."""
+    found: dict[Cause, Witnesses] = {}
+    for one in findings:
+        if one.critical and one.found.cause in HARDWARE and one.until == inf:
+            before = found.get(one.found.cause, Witnesses())
+            found[one.found.cause] = Witnesses(before.users | {one.user}, before.trusted or one.trusted)
+    return found
+
+
+def accused_by(one: Raised, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> frozenset[str]:
+    """Users whose evidence accuses the node of what ``one`` says; empty: not enough of them. ``by_check``: the site's
+    own check of the node has drained it."""
+    alike = witnesses.get(one.found.cause, Witnesses())
+    users = alike.users | {one.user}
+    trusted = one.trusted or alike.trusted or (by_check and one.found.proof)
     return users if trusted or len(users) >= MIN_WITNESSES else frozenset()
 
 
-def confirmed(one: Raised, findings: Iterable[Raised], by_check: bool) -> bool:
+def confirmed(one: Raised, witnesses: Mapping[Cause, Witnesses], by_check: bool) -> bool:
     """It has a hardware proof that the node's own record repeats."""
-    repeated = by_check or any(other.trusted and _alike(other, one.found.cause) for other in findings)
+    repeated = by_check or witnesses.get(one.found.cause, Witnesses()).trusted
     return one.found.proof and one.found.cause in HARDWARE and repeated
 
 
@@ -59,8 +78,3 @@ def score_by_users(signals: Iterable[Signal]) -> float:
         for user in signal.witnesses:
             by_user[user] = by_user.get(user, 1.0) * (1 - signal.weight)
     return 1 - free * prod(max(1 - MAX_SCORE_BY_ONE_USER, trust) for trust in by_user.values())
-
-
-def _alike(other: Raised, cause: Cause) -> bool:
-    """Hardware evidence of this cause that its run has never taken back."""
-    return other.critical and other.found.cause is cause and cause in HARDWARE and other.until == inf

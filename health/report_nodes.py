@@ -7,13 +7,13 @@ import shlex
 from math import inf
 
 from rrl.health import lemons, rates
-from rrl.health.corroboration import Signal, accused_by, confirmed, score_by_users
+from rrl.health.corroboration import Signal, Witnesses, accused_by, confirmed, score_by_users, witnesses_of
 from rrl.health.history import Acted, clipped
 from rrl.health.incidents import HARDWARE, HELD_BACK, INFRA, Chapter, Incident, Raised
 from rrl.health.rates import DAY
 from rrl.health.report_book import Book
 from rrl.health.report_values import DrainState, Line, NodeReport
-from rrl.spec.words import Remedy, Verdict
+from rrl.spec.words import Cause, Remedy, Verdict
 
 MOST_EVIDENCE = 5
 WELL_AGAIN = 3600.0
@@ -44,8 +44,9 @@ def node_report(book: Book, name: str, drain: DrainState) -> NodeReport:
     shown = standing or seen[-1:]
     acts = [(chapter, act) for chapter, act in book.acted.get(name, []) if act.at >= book.since]
     held_for = book.held(name, book.since)
-    accusers = {user for one in standing for user in accused_by(one, seen, drain.by_check)}
-    accusing = [one for one in standing if accused_by(one, seen, drain.by_check)]
+    by_cause = witnesses_of(seen)
+    accusing = [one for one in standing if accused_by(one, by_cause, drain.by_check)]
+    accusers = {user for one in accusing for user in accused_by(one, by_cause, drain.by_check)}
     remedy = _remedy(accusing, infra)
     lemon = _lemon(book, name, drain.by_check)
     verdict = _verdict(standing, accusing)
@@ -72,8 +73,7 @@ def _stands(book: Book, node: str, one: Raised) -> bool:
     """It was never taken back, and no later run has had the node for a while and found it well."""
     if one.until < inf:
         return False
-    later = (span for span, chapter in book.spans.get(node, ()) if (chapter.user, chapter.run) != (one.user, one.run))
-    after = rates.length(rates.within(later, one.seen, book.now))
+    after = book.held_by_others(node, (one.user, one.run), one.seen)
     same = any(other.found.detector == one.found.detector and other.at > one.at for other in book.findings[node])
     return after < WELL_AGAIN and not same
 
@@ -226,10 +226,11 @@ def _lemon(book: Book, name: str, by_check: bool) -> lemons.Lemon:
         Signal(weight["node_failures_together" if one.also else "node_failures_alone"], one.witnesses, one.trusted)
         for one in mine
     ]  # fmt: skip
+    by_cause = witnesses_of(found)
     once = {(one.user, one.at // DAY): one for one in hardware}
-    said += [_signal(weight["hardware_findings"], one, found, by_check) for one in once.values()]
+    said += [_signal(weight["hardware_findings"], one, by_cause, by_check) for one in once.values()]
     of_xids = {(one.user, one.found.part, one.at // DAY): one for one in xids}
-    said += [_signal(weight["xids"], one, found, by_check) for one in of_xids.values()]
+    said += [_signal(weight["xids"], one, by_cause, by_check) for one in of_xids.values()]
     days_away = {(chapter.user, act.at // DAY, chapter.trusted) for chapter, act in away}
     said += [Signal(weight["out_of_service"], (user,), trusted) for user, _, trusted in days_away]
     users_out = {(chapter.user, chapter.trusted) for chapter, _ in out}
@@ -237,5 +238,5 @@ def _lemon(book: Book, name: str, by_check: bool) -> lemons.Lemon:
     return lemons.judged(signals, score_by_users(said))
 
 
-def _signal(weight: float, one: Raised, found: list[Raised], by_check: bool) -> Signal:
-    return Signal(weight, (one.user,), one.trusted, confirmed(one, found, by_check))
+def _signal(weight: float, one: Raised, by_cause: dict[Cause, Witnesses], by_check: bool) -> Signal:
+    return Signal(weight, (one.user,), one.trusted, confirmed(one, by_cause, by_check))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrl.health.drain_requests import open_requests
-from rrl.health.history import Told
+from rrl.health.history import Record, Told
 from rrl.health.rates import DAY
 from rrl.health.report import report
 from rrl.health.report_values import DrainState, NodeReport
@@ -73,13 +73,13 @@ def test_the_same_evidence_of_two_users_accuses() -> None:
 @pytest.mark.parametrize("honest", ["crash", "other cause", "taken back", "exclusion"])
 def test_what_an_honest_user_met_for_another_reason_confirms_no_invention(honest: str) -> None:
     at = 2 * DAY
-    theirs = {
+    those: dict[str, list[Record]] = {
         "crash": [failed(at, "n1")],  # which eve's findings make infrastructure's: it is her word all the same
         "other cause": [found(at, "n1", cause=Cause.FABRIC, detector="port_state")],
         "taken back": [found(at, "n1"), found(at + 5, "n1", verdict=found(0, "n1").verdict.OK)],
         "exclusion": [acted(at, "n1", "excluded")],
-    }[honest]
-    records = told(CARL, "c", began(0, "c", CARL), held(0, "n1"), theirs, over(at + 60)) + invented("eve", 15)
+    }
+    records = told(CARL, "c", began(0, "c", CARL), held(0, "n1"), those[honest], over(at + 60)) + invented("eve", 15)
     node = reports(records)["n1"]
     assert node.verdict == "WARN"
     assert not node.lemon.lemon
