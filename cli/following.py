@@ -14,6 +14,7 @@ from rich.live import Live
 
 from rrl.cli.asking import Failed, Reader, job_of
 from rrl.cli.screen import Escaped, console, print_line
+from rrl.cli.start_check import NeverBegan, StartCheck
 from rrl.cli.status import manager_gone, picture, waiting
 from rrl.cli.views.status import one_line
 from rrl.manager.lease import Holder, holder
@@ -52,6 +53,9 @@ class _Watcher:
         self.state: State | None = None
         self._insist = insist
         self._reader = Reader(run)
+        self._start = StartCheck(run)
+        self.start_failure = ""
+        """why no manager will ever begin the run"""
         self._held: Holder | None = None
         self._moved = time.monotonic()
 
@@ -62,6 +66,9 @@ class _Watcher:
             held = holder(self.run)
         except OSError:
             held = None
+        self.start_failure = self._start.failure(self.state)
+        if self._insist and self.start_failure:
+            raise NeverBegan(f"{self.run.id} is rejected: {self.start_failure}")
         if held != self._held:
             self._held, self._moved = held, time.monotonic()
         if self.state is not None and self.state.outcome is not None:
@@ -90,7 +97,7 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
         while True:
             over = watcher.look()
             if watcher.state is None:
-                live.update(f"{watcher.run.id}: {waiting(watcher.run)}", refresh=True)
+                live.update(f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", refresh=True)
             else:
                 live.update(Escaped(picture(watcher.run, watcher.state, screen.width, watcher.note)), refresh=True)
             if over or stop.is_set() or pressed(PAUSE) == "q":
@@ -103,7 +110,7 @@ def _tell(watcher: _Watcher, stop: threading.Event) -> None:
     while True:
         over = watcher.look()
         if watcher.state is None:
-            line, about = f"{watcher.run.id}: {waiting(watcher.run)}", ""
+            line, about = f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", ""
         else:
             line, about = one_line(watcher.state, bool(watcher.note)), f"{_lives(watcher.state)} {bool(watcher.note)}"
         due = time.monotonic() - told_at >= LINE_EVERY
