@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from rich.live import Live
 
 from rrl.cli.asking import Failed, Reader, job_of
-from rrl.cli.screen import console
+from rrl.cli.screen import Escaped, console, print_line
 from rrl.cli.start_check import NeverBegan, StartCheck
 from rrl.cli.status import manager_gone, picture, waiting
 from rrl.cli.views.status import one_line
@@ -99,7 +99,7 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
             if watcher.state is None:
                 live.update(f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", refresh=True)
             else:
-                live.update(picture(watcher.run, watcher.state, screen.width, watcher.note), refresh=True)
+                live.update(Escaped(picture(watcher.run, watcher.state, screen.width, watcher.note)), refresh=True)
             if over or stop.is_set() or pressed(PAUSE) == "q":
                 return
 
@@ -115,7 +115,7 @@ def _tell(watcher: _Watcher, stop: threading.Event) -> None:
             line, about = one_line(watcher.state, bool(watcher.note)), f"{_lives(watcher.state)} {bool(watcher.note)}"
         due = time.monotonic() - told_at >= LINE_EVERY
         if line != told and (over or due or about != told_about):
-            print(line, flush=True)
+            print_line(line)
             told, told_at, told_about = line, time.monotonic(), about
         if over or stop.wait(PAUSE):
             return
