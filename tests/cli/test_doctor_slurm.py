@@ -42,7 +42,7 @@ def env(lab: SlurmLab) -> dict[str, str]:
 
 
 MAY_FAIL = {"host.filter", "node.filter"}
-"""NIXL is installed here, and a kernel may refuse its packet filter to plain users: nothing that a job uses by default"""
+"""of NIXL over TCP, which no job uses by default: a kernel may refuse its packet filter to plain users"""
 
 
 def doctor(lab: SlurmLab, env: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -19,9 +19,10 @@ from rrl.transport.weights.pipe import STARVED_BY, Pipe, PipeError, open_pipe
 from rrl.transport.weights.store import WeightStore
 
 PIPES_ENV = "RRL_TEST_PIPES"
-KINDS = tuple(os.environ.get(PIPES_ENV, "tcp,ucx").split(","))
-"""nixl only in a process of its own (test_nixl_apart.py): its UCX and ucxx's do not get on with each other. With ucx,
-nixl, ucx in turn UCX's thread crashed as a peer died (SIGSEGV in ucp_memh_invalidate, 4 of 4 runs); never without"""
+KINDS = tuple(os.environ.get(PIPES_ENV, "tcp").split(","))
+"""ucx runs in a network namespace of its own (test_ucx_apart.py), since its ports authenticate nobody. nixl runs in a
+process of its own (test_nixl_apart.py): its UCX and ucxx's do not get on with each other. With ucx, nixl, ucx in turn
+UCX's thread crashed as a peer died (SIGSEGV in ucp_memh_invalidate, 4 of 4 runs); never without"""
 SOON = 30.0
 SECRET = b"s" * 32
 CHUNK = 2**20
