@@ -28,6 +28,7 @@ from rrl.manager.cluster import (
     AllocationState,
     Ask,
     NodeSeen,
+    NotHeld,
     Observed,
     Refused,
     Step,
@@ -375,7 +376,7 @@ class SlurmCluster:
                     return job
             if attempt == 0:
                 await self._read_jobs()
-        raise Refused(f"allocation {tag} is not running")
+        raise NotHeld(f"allocation {tag} is not running")
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _read(self, argv: tuple[str, ...], budgeted: bool = False, unless: str | None = None) -> Ended:

@@ -111,8 +111,6 @@ def _failed(
         return None
     if failing:
         member, evidence = min(failing, key=lambda pair: _blame(state, pair[0]))
-        if member.role in HELPERS and finding_about(state, member.life) is None:
-            return _gone_with_its_node(state, member, evidence, now)
         return _choose(Case(state, rooms, now, member, spared), members, evidence)
     for member in members:
         if member.status is Status.WANTED and member.failures:
@@ -120,13 +118,6 @@ def _failed(
             if decision is not None:
                 return decision
     return None
-
-
-def _gone_with_its_node(state: State, helper: Replica, evidence: tuple[str, ...], now: float) -> Fence:
-    """The fence of an agent or a shadow whose node this run no longer uses. It is not charged: should the node come
-    back, as the first one does when a cancelled pool is asked for again, the helper is started there at once."""
-    why = Why(evidence, Rung.DEGRADED, f"{helper.node} is left", now + state.job.limits.step_grace)
-    return Fence(helper.life, Rung.DEGRADED, why, charged=False)
 
 
 def _blame(state: State, member: Replica) -> tuple[bool, float]:
