@@ -6,7 +6,7 @@ Every line is built to fit: nothing wraps at 80 columns, and more columns show m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -39,11 +39,15 @@ _AT_EASE = (Status.JOINED, Status.COMPLETED)
 _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 
 
-def status_view(state: State, now: float, width: int = 100, note: str = "") -> RenderableType:
-    """The whole picture of a run. ``now``: wall clock (s); ``note``: something to add about its manager."""
+def status_view(
+    state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = ""
+) -> RenderableType:
+    """The whole picture of a run. ``now``: wall clock (s); ``notes``: lines about its manager that take the place of
+    what the journal says of it; ``known_standing``: where the run stands, if more is known than its journal says."""
     until = now if state.ended is None else state.ended
-    parts: list[RenderableType] = [Text.assemble(*_title(state, until, width), overflow="ellipsis", no_wrap=True)]
-    parts.append(_facts(state, now, width, note))
+    title = Text.assemble(*_title(state, until, width, known_standing), overflow="ellipsis", no_wrap=True)
+    parts: list[RenderableType] = [title]
+    parts.append(_facts(state, now, width, [note for note in notes if note]))
     if state.outcome is None:
         parts += [Text(), _replicas(state, until, width)]
     if state.outcome is None and (findings := _findings(state, until)):
@@ -53,9 +57,9 @@ def status_view(state: State, now: float, width: int = 100, note: str = "") -> R
     return Group(*parts)
 
 
-def one_line(state: State, silent: bool = False) -> str:
+def one_line(state: State, silent: bool = False, known_standing: str = "") -> str:
     """The same for a log: where the run stands, and who is not at work."""
-    parts = [f"{state.run}: {standing(state)[0]}", _so_far(state)]
+    parts = [f"{state.run}: {known_standing or standing(state)[0]}", _so_far(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
     if state.verdict is None and state.outcome is None:
@@ -67,8 +71,8 @@ def one_line(state: State, silent: bool = False) -> str:
 
 
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _title(state: State, until: float, width: int) -> Iterator[tuple[str, str] | str]:
-    word, colour = standing(state)
+def _title(state: State, until: float, width: int, known_standing: str) -> Iterator[tuple[str, str] | str]:
+    word, colour = (known_standing, "red") if known_standing else standing(state)
     yield (state.run, "bold")
     yield "  "
     yield (f"● {word}", colour)
@@ -105,7 +109,7 @@ def _left(state: State, finding: Finding) -> bool:
     return node is not None and node.excluded is not None
 
 
-def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
+def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> RenderableType:
     facts = Table.grid(padding=(0, 2), expand=True)
     facts.add_column(style="bright_black", no_wrap=True)
     facts.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -124,7 +128,8 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
             apart = "; those cannot pull from each other" if len(pipes) > 1 else ""
             facts.add_row("weights", Text(f"over {' and '.join(pipes)}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
-        facts.add_row("manager", Text(note, "red") if note else manager)
+        for label, line in zip(("manager", ""), notes or (manager,), strict=False):
+            facts.add_row(label, Text(line, "red" if notes else ""))
     if state.why and state.outcome is not None:
         facts.add_row("because", state.why)
     if state.outcome is not None and (jobs := kept_jobs(state)):

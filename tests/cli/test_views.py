@@ -89,8 +89,9 @@ def test_the_status_of_a_run_looks_as_kept(scene: str, width: int) -> None:
 
 def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
     story = Story().works()
-    text = drawn(status_view(story.told(), story.now, 100, "silent for 40 s"), 100)
+    text = drawn(status_view(story.told(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
     assert "manager  silent for 40 s" in text
+    assert "         job 7 waits" in text
     assert "epoch" not in text
 
 

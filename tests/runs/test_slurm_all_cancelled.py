@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -28,11 +30,24 @@ def _requests(run: TestRun) -> list[str]:
     return [action.tag for action in intended if isinstance(action, Request)]
 
 
+def _status(run: TestRun) -> dict[str, Any]:
+    with run.call("status", run.run.id, "--json", stdout=subprocess.PIPE) as process:
+        out, _ = process.communicate(timeout=60)
+    status: dict[str, Any] = json.loads(out)
+    return status
+
+
 def test_managing_a_cancelled_run_again_asks_for_one_pool_only(slurm_lab: SlurmLab) -> None:
     run = submit_on(slurm_lab, "all-cancelled", light_job("slurm", 100_000, spares=0))
     before = run.wait_steps(2)
     _cancel_everything(slurm_lab)
     run.wait_gone()
+    told = _status(run)
+    assert (told["standing"], told["note"].endswith(f"rrl manage {run.run.id} goes on from step {told['step']}")) == (
+        "interrupted", True
+    ), told["note"]  # fmt: skip
+    with slurm_lab.deaf_controller():
+        assert _status(run)["standing"] == "unknown"
     with run.call("manage", run.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as manager:
         try:
             state = run.wait(lambda s: s.epoch > before.epoch and s.step > before.step + 2 and all_work(s))
