@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -130,12 +131,26 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         for label, line in zip(("manager", ""), notes or (manager,), strict=False):
             facts.add_row(label, Text(line, "red" if notes else ""))
+        for label, line in zip(("breaker", *[""] * CROWD), _held_back(state, now), strict=False):
+            facts.add_row(label, Text(line, "yellow"))
     if state.why and state.outcome is not None:
         facts.add_row("because", state.why)
     if state.outcome is not None and (jobs := kept_jobs(state)):
         told = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} gives it back)"
         facts.add_row("kept", Text(told, "yellow"))
     return facts
+
+
+def _held_back(state: State, now: float) -> Iterator[str]:
+    """Nodes that failed and that the breaker does not let the run leave: for how long, why, and what was found."""
+    condemning = any(one.verdict is Verdict.FAIL and one.node is not None for one in state.findings.values())
+    if state.verdict is not None or not condemning:
+        return
+    from rrl.manager.planner.brakes import held_back
+
+    for held in held_back(state, now):
+        until = "until Slurm says otherwise" if held.until == inf else f"for {span(held.until - now)}"
+        yield f"{held.exclude.node} stays in use {until}: {held.why} ({'; '.join(held.exclude.why.evidence)})"
 
 
 def kept_jobs(state: State) -> str:
