@@ -406,6 +406,30 @@ def health_check(
     )  # fmt: skip
 
 
+@health.command("drain-node", short_help="Drain this node, as the hooks in examples/health do.")
+def drain_node(
+    why: Annotated[str, typer.Option(metavar="TEXT", help="What the check found; becomes the drain's reason.")],
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", show_default=False, help="Another node than this one.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False,
+                     help="The site's rules. Default: $RRL_HEALTH_CONFIG, else /etc/rrl/health.toml if it is there."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Drain a node that failed its check, with the reason "rrl:health: TEXT", unless hooks have drained too many nodes
+    of the cluster lately ([hooks] of the site's rules). Exit code: 0 the node is drained, 1 held back by that limit,
+    3 Slurm did not answer or refused; what came of it is printed.
+
+    \b
+    rrl health drain-node --why "mounts: /scratch: did not answer within 15 s"
+    """
+    from rrl.cli import health_check as command
+
+    raise typer.Exit(command.drain_node(why, node, config))
+
+
 @health.command("drain-requests", short_help="Nodes that runs want to be drained.")
 def drain_requests(
     apply: Annotated[bool, typer.Option("--apply", help="Drain them in Slurm; needs the rights to.")] = False,

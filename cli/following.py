@@ -15,6 +15,7 @@ from rich.live import Live
 from rrl.cli.asking import Failed, Reader, job_of
 from rrl.cli.run_jobs import INTERRUPTED, SQUEUE_EVERY_S, Liveness, SlurmJobs, ask_slurm, judge, owner_of
 from rrl.cli.screen import console
+from rrl.cli.start_check import NeverBegan, StartCheck
 from rrl.cli.status import manager_gone, picture, waiting
 from rrl.cli.views.status import one_line
 from rrl.manager.lease import Holder, holder
@@ -53,6 +54,9 @@ class _Watcher:
         self.state: State | None = None
         self._insist = insist
         self._reader = Reader(run)
+        self._start = StartCheck(run)
+        self.start_failure = ""
+        """why no manager will ever begin the run"""
         self._held: Holder | None = None
         self._moved = time.monotonic()
         self._slurm: SlurmJobs | None = None
@@ -66,6 +70,9 @@ class _Watcher:
             held = holder(self.run)
         except OSError:
             held = None
+        self.start_failure = self._start.failure(self.state)
+        if self._insist and self.start_failure:
+            raise NeverBegan(f"{self.run.id} is rejected: {self.start_failure}")
         if held != self._held:
             self._held, self._moved, self._slurm = held, time.monotonic(), None
         if self.state is not None and self.state.outcome is not None:
@@ -101,7 +108,7 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
         while True:
             over = watcher.look()
             if watcher.state is None:
-                live.update(f"{watcher.run.id}: {waiting(watcher.run)}", refresh=True)
+                live.update(f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", refresh=True)
             else:
                 live.update(picture(watcher.run, watcher.state, screen.width, watcher.found), refresh=True)
             if over or stop.is_set() or pressed(PAUSE) == "q":
@@ -114,7 +121,7 @@ def _tell(watcher: _Watcher, stop: threading.Event) -> None:
     while True:
         over = watcher.look()
         if watcher.state is None:
-            line, about = f"{watcher.run.id}: {waiting(watcher.run)}", ""
+            line, about = f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", ""
         else:
             found = watcher.found
             line = one_line(watcher.state, bool(found.note), found.standing)

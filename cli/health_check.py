@@ -27,6 +27,8 @@ from rrl.spec.words import Finding, NodeName, Verdict
 
 _LONGEST = 3600.0
 """s; a prolog has minutes"""
+_LONGEST_REASON = 150
+"""characters of what a hook says in a drain's reason"""
 
 
 def check(
@@ -41,7 +43,7 @@ def check(
         raise BadInput(f"--within: {error}") from None
     if not 0 < limit <= _LONGEST:
         raise BadInput(f"--within: {within} is not between 0 and {_LONGEST:g}s")
-    node = NodeName(os.environ.get("SLURMD_NODENAME") or platform.node().partition(".")[0])
+    node = _this_node()
     vacant = _of_job(os.environ.get("SLURM_JOB_GPUS", "")) if prolog else ()
     findings = check_node(rules, limit, node=node, mounts=mounts, vacant=vacant, only=names, rates=rates)
     verdict = overall(findings)
@@ -50,6 +52,29 @@ def check(
     except OSError:  # nobody reads it, or there is no room: the code says it too, and no flush at exit may change that
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0 if prolog and verdict is not Verdict.FAIL else CODES[verdict]
+
+
+def drain_node(why: str, node: str | None, config: Path | None) -> int:
+    """Drain a node that failed its check, as the hooks in examples/health do. Raises BadInput.
+
+    Returns 0 if the node is drained, 1 if the site's limit for hooks held the drain back, 3 if Slurm did not answer or
+    refused; the last two print why.
+    """
+    from rrl.cli.node_drains import NotAsked, drain_by_hook
+
+    try:
+        held = drain_by_hook(node or _this_node(), " ".join(why.split())[:_LONGEST_REASON], _rules(config).hooks)
+    except NotAsked as error:
+        print(f"not drained: {error}", flush=True)
+        return CODES[Verdict.UNKNOWN]
+    if held:
+        print(f"held back: {held}", flush=True)
+    return 1 if held else 0
+
+
+def _this_node() -> NodeName:
+    """The name by which Slurm knows this machine."""
+    return NodeName(os.environ.get("SLURMD_NODENAME") or platform.node().partition(".")[0])
 
 
 def _tell(node: NodeName, verdict: Verdict, findings: Sequence[Finding], json: bool) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Iterable
 from datetime import datetime
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+from msgspec import Struct
 
+from rrl.health.hook_limit import PREFIX, HookDrain, over_limit
 from rrl.health.report_nodes import OURS
 from rrl.health.report_values import DrainState
 from rrl.manager.cluster import NodeState, Refused, Unanswered
 from rrl.manager.cluster import slurm_text as text
 from rrl.manager.cluster.slurm_commands import Ended, SlurmLimits, execute
-from rrl.manager.cluster.slurm_nodes import SlurmNodes
+from rrl.manager.cluster.slurm_nodes import LATER, SlurmNodes
+from rrl.spec.health_checks import HookRules
 from rrl.spec.words import NodeName
 
 AT_ONCE = 500
@@ -24,6 +28,8 @@ MOST = 0.1
 """at most max(1, this share) of the cluster's nodes are drained by one command: requests can be wrong, all alike"""
 MOST_AWAY = 0.25
 """none while more than this share of them is down or drained (docs/sources.md, guard rails)"""
+SETTLES_S = 2.0
+"""after a drain, for slurmctld's clock to pass the whole second in which it says that the drain was made"""
 _LIMITS = SlurmLimits()
 
 
@@ -39,6 +45,67 @@ def look(nodes: Iterable[str]) -> dict[str, DrainState]:
 def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
     """Drain each node with its reason: node, whether it is drained for it now, and what came of it. Raises NotAsked."""
     return asyncio.run(_drain(list(wanted)))
+
+
+def drain_by_hook(node: str, why: str, rules: HookRules) -> str:
+    """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
+
+    A drain that an earlier call made, and that exceeds the limit, is taken back. Returns why the node is not left
+    drained; an empty string if it is drained, by whomever. Raises NotAsked if Slurm does not answer or refuses: the
+    node may then be drained until the next call.
+    """
+    return asyncio.run(_drain_by_hook(node, why, rules))
+
+
+async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
+    drains = await _hook_drains()
+    if node not in drains.drained:
+        raise NotAsked(f"{node} is not known to Slurm")
+    nodes = SlurmNodes(_read, _write)
+    try:
+        if not drains.drained[node]:
+            now = HookDrain(time.time(), node)  # by this node's clock: should it be wrong, the look below decides
+            if held := over_limit(now, drains.by_hooks.values(), len(drains.drained), rules):
+                return held
+            await nodes.drain(NodeName(node), f"{PREFIX} {why}")
+            await asyncio.sleep(SETTLES_S)
+            drains = await _hook_drains()
+        own = drains.by_hooks.get(node)
+        if own is None or not (held := over_limit(own, drains.by_hooks.values(), len(drains.drained), rules)):
+            return ""
+        await nodes.undrain(NodeName(node), drains.reasons[node])
+    except (Refused, Unanswered) as error:
+        raise NotAsked(str(error)) from None
+    return held
+
+
+class _HookDrains(Struct):
+    """The drains of the cluster, by node."""
+
+    drained: dict[str, bool] = {}
+    """whether each node of the cluster is drained, by whomever"""
+    by_hooks: dict[str, HookDrain] = {}
+    """the drains that hooks made"""
+    reasons: dict[str, str] = {}
+    """the reasons of the drains that hooks made"""
+
+
+async def _hook_drains() -> _HookDrains:
+    """Ask Slurm once for the drains of all nodes. Raises NotAsked."""
+    ended = await _read(("sinfo", "-a", "-h", "-N", "-o", "%N|%T|%H|%E"))
+    if ended.code:
+        raise NotAsked(f"sinfo: {_said(ended)}")
+    found = _HookDrains()
+    for line in ended.out.splitlines():
+        node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
+        found.drained[node] = "drain" in state.lower()
+        if found.drained[node] and reason.startswith(PREFIX):
+            drained_at = 0.0  # Slurm may not know when: then it was not lately, but the drain stands
+            with contextlib.suppress(ValueError):
+                drained_at = datetime.fromisoformat(at).timestamp()
+            found.by_hooks[node] = HookDrain(drained_at, node)
+            found.reasons[node] = reason.strip().removesuffix(LATER)
+    return found
 
 
 async def _look(nodes: list[str]) -> dict[str, DrainState]:

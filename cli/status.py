@@ -14,10 +14,12 @@ from rich.console import Group, RenderableType
 from rrl.cli.asking import Failed, Reader, find_run, job_of, summary_of
 from rrl.cli.run_jobs import Liveness, liveness
 from rrl.cli.screen import console, print_json, show
+from rrl.cli.start_check import StartCheck
 from rrl.cli.views.status import standing, status_view
 from rrl.cli.views.summary import recoveries_view
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
+from rrl.spec.words import Outcome
 
 LEAST_FREE = 64 * 2**10
 """bytes: with less free, what a manager writes for one decision may not fit"""
@@ -35,10 +37,16 @@ def status(name: str | None, *, live: bool, json: bool) -> int:
     if reader.torn and manager_gone(run):  # else it is only being written
         told = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
         print(f"rrl: {told}: nobody was told of it", file=sys.stderr)
-    if json:
-        print_json(_as_json(run, state) if state is not None else {"run": run.id, "outcome": None, "why": waiting(run)})
+    failure = StartCheck(run).failure(state)
+    if state is not None and failure:
+        print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
+    if state is not None and json:
+        print_json(_as_json(run, state))
+    elif json:
+        outcome = Outcome.REJECTED if failure else None
+        print_json({"run": run.id, "outcome": outcome, "why": waiting(run, failure)})
     elif state is None:
-        print(f"{run.id}: {waiting(run)}")
+        print(f"{run.id}: {waiting(run, failure)}")
     else:
         show(picture(run, state, console().width, _looked_after(run, state)))
     return 0
@@ -68,8 +76,10 @@ def picture(run: RunDir, state: State, width: int, found: Liveness = Liveness())
     return Group(view, "", recoveries_view(recoveries))
 
 
-def waiting(run: RunDir) -> str:
-    """What a run without a journal waits for."""
+def waiting(run: RunDir, start_failure: str) -> str:
+    """What a run without a journal waits for, or why that will never come."""
+    if start_failure:
+        return f"rejected: {start_failure}"
     job = job_of(run)
     if job is not None and job.cluster == "slurm":
         from rrl.manager.own_job import starting

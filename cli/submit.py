@@ -16,6 +16,7 @@ from rrl.cli.check import asked, planned, tell
 from rrl.cli.following import follow
 from rrl.cli.mailing import PAUSE
 from rrl.cli.screen import print_json, show
+from rrl.cli.start_check import NeverBegan, StartCheck
 from rrl.cli.views.summary import summary_view
 from rrl.manager import submit as starting
 from rrl.manager.journal import JournalError
@@ -46,11 +47,17 @@ def watched(run: RunDir, json: bool, after: int = 0) -> int:
     if not json:
         print(f"{run.id}  ({run.path})", flush=True)
     try:
-        reader = Reader(run)
+        reader, start = Reader(run), StartCheck(run)
         while after and (state := reader.state()) is not None and state.seq <= after:
+            if failure := start.failure(state):
+                raise NeverBegan(f"{run.id} does not go on: {failure}; to try again: rrl manage {run.id}")
             time.sleep(PAUSE)
         with _progress_to_stderr(json):
             follow(run, keys=False, insist=True)
+    except NeverBegan as error:
+        if json:
+            print_json({"run": run.id, "outcome": Outcome.REJECTED, "why": str(error)})
+        raise
     except KeyboardInterrupt:
         print(f"\nstopped watching; {run.id} goes on. To end it: rrl cancel {run.id}", file=sys.stderr)
         return 130

@@ -23,6 +23,9 @@ PAUSE = 1.0
 """s between two looks at what is no proof"""
 RATES = 2.0
 """s between two readings where counters' rises are asked for"""
+_REST_OF_HOST_S = 5.0
+"""The part of a look's time that starting a reader's process and reading the host's other values may take. The rest is
+for mounts that hang."""
 CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
 """exit codes"""
 
@@ -48,7 +51,11 @@ def check_node(
     may use: a role is about to start. ``only``: names of checks; empty: all. ``rates``: read twice, so that counters
     that rise now are seen. Raises OSError where no process can be started."""
     rules = _narrowed(rules, only)
-    options = structs.replace(options, mounts=tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts))))
+    paths = tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts)))
+    options = structs.replace(
+        options, mounts=paths, mounts_within=mounts_within(rules, within),
+        dcgm_user=rules.readers.dcgm_user or options.dcgm_user,
+    )  # fmt: skip
     wanted, deadline, seen = _readers(rules), time.monotonic() + within, Seen(rules.xid.burst)
     seen.vacant(vacant)
     findings = _look(seen, wanted, within, node, rules, options, read)
@@ -58,6 +65,12 @@ def check_node(
         findings = _look(seen, [name for name in wanted if name in again], left, node, rules, options, read)
         again, pause = pending(seen), PAUSE
     return findings
+
+
+def mounts_within(rules: Rules, within: float) -> float:
+    """Return the time (s) that a path has to answer in a look of ``within`` s. It is long enough to condemn a path that
+    hangs, if the look is long enough."""
+    return max(1.0, min(rules.host.mount_hung, within - _REST_OF_HOST_S))
 
 
 def overall(findings: Collection[Finding]) -> Verdict:

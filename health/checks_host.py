@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rrl.health.looks import Check, Good, Said, Unknown, fail, warn
-from rrl.health.readings import HostData, Stuck
+from rrl.health.readings import MOUNT_ATTEMPTS, HostData, Stuck
 from rrl.health.seen import Seen
 from rrl.spec.health_checks import Rules
 from rrl.spec.words import Cause, Remedy
@@ -29,12 +29,16 @@ def _host(seen: Seen) -> HostData:
 
 def _mounts(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
     looked_at = set()
-    for mount in _host(seen).mounts:
+    mounts = _host(seen).mounts
+    node_runs = any(mount.answers for mount in mounts)
+    for mount in mounts:
         looked_at.add(mount.path)
         if not mount.answers:
             kind = f" ({mount.filesystem})" if mount.filesystem else ""
             text = f"{mount.path}{kind}: {mount.why or 'does not answer'}"
-            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, part=mount.path)
+            hangs = mount.attempts >= MOUNT_ATTEMPTS and mount.hung_for >= rules.host.mount_hung
+            needs = 1 if hangs and node_runs else None
+            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, part=mount.path, needs=needs)
     for path in rules.expect.mounts:
         if path not in looked_at:
             yield Unknown(f"{path} was not looked at", decides=True)
@@ -118,7 +122,8 @@ def _zombies(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
 _HOST = ("host",)
 CHECKS = (
     Check("mounts", _HOST, _mounts, "paths that the node needs: each is looked at with a deadline of its own",
-          "one does not answer: FAIL, exclude (cause storage; several nodes at once are no node's fault)", "NVRx"),
+          "one does not answer in three looks, or for host.mount_hung s to three processes while others answer: FAIL,"
+          " exclude (cause storage; several nodes at once are no node's fault)", "NVRx"),
     Check("disk", _HOST, _disk, "bytes and inodes in use there",
           ">= host.disk: WARN; >= host.disk_full, and not a shared file system: FAIL, exclude (cause storage)", "gcm"),
     Check("memory", _HOST, _memory, "main memory that is available, and all of it against expect.memory",

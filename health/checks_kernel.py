@@ -67,6 +67,8 @@ def _disks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
 
 def _filesystems(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
     for device, lines in _lines(seen, "filesystem", rules.kernel.window, now).items():
+        if device.startswith(rules.kernel.quiet_devices):  # on loop devices lie images that users bring along
+            continue
         grave = next((one for one in lines if _LOST_WRITES.search(one.event.text)), None)
         told = grave or lines[0]
         make = fail if grave else warn

@@ -22,7 +22,9 @@ _DRIVER = ("nv", "uvm", "rm_", "os_acquire")
 
 
 _DRIVERS = ("nvidia", "nv-", "nv_queue")
-"""beginnings of the names of processes that do nothing but ask that driver, or are of it"""
+"""beginnings of the names of processes that do nothing but ask that driver, or are of it. Users name their processes as
+they like: root's count"""
+_ROOT = 0
 _HUNG_TASK = re.compile(r"INFO: task (?P<name>.+):\d+ blocked ")
 _ILL = ("hung", "broken")
 """states of a reader that should be able to read"""
@@ -63,11 +65,17 @@ def _lasts(reader: str, seen: Seen, rules: Rules, now: float) -> bool:
 def _stuck_in_driver(seen: Seen) -> str:
     data = seen.data("host")
     stuck = data.stuck if isinstance(data, HostData) else ()
-    found = (one for one in stuck if one.where.startswith(_DRIVER) or one.name.startswith(_DRIVERS))
+    found = (
+        one for one in stuck
+        if one.where.startswith(_DRIVER) or (one.name.startswith(_DRIVERS) and one.uid == _ROOT)
+    )  # fmt: skip
     if one := next(found, None):
         return f"process {one.pid} ({one.name}) is stuck in its driver"
     since = seen.hung_since["nvml"]
-    lines = (one.event.text for one in seen.log if one.event.kind == "hung_task" and one.at >= since)
+    lines = (
+        one.event.text for one in seen.log
+        if one.event.kind == "hung_task" and one.at >= since and one.event.uid == _ROOT
+    )  # fmt: skip
     names = (match["name"] for line in lines if (match := _HUNG_TASK.search(line)))
     name = next((name for name in names if name.startswith(_DRIVERS)), "")
     return f"the kernel calls {name} hung" if name else ""

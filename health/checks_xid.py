@@ -8,6 +8,8 @@
 - Around our own kill of a step, only ``node_out`` and ``gpu_reset`` act; but that a role died there unasked is no kill.
 - What was told before we looked, a reset may have cured since: the driver's word counts (recovery action "none"), and
   where it is too old to say so, that what the Xid leaves behind is gone.
+- An Xid that only the kernel log tells of must be of a GPU that is here. Where NVML can contradict it (79: the GPU
+  answers; 154: the driver asks for nothing), NVML is awaited and believed.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ _LEAVES = {
 }  # fmt: skip
 """by code, what a GPU tells until it is reset"""
 _OFF_THE_BUS = 79
+_NVML_CAN_CONTRADICT = (_OFF_THE_BUS, AUTHORITY)
+_NVML_SETTLES_S = 2.0
+"""An NVML reading that ends this long after an Xid also began after it: NVML is read once a second."""
+_NVML_AWAITED_S = 15.0
+"""An Xid waits for such a reading for this long: longer than a read may take before it counts as hung (10 s)."""
 _IF_THE_DRIVER_SAYS_SO = (160, 162)
 """NVIDIA's own catalogue asks for nothing, NVSentinel takes the node or the GPU: a driver that says that nothing is
 needed decides"""
@@ -46,8 +53,37 @@ class _Gpu:
         self.gpu: Gpu | None = next((g for g in _gpus(seen) if name in (g.uuid, g.pci)), None)
 
     def of(self, *kinds: str) -> list[tuple[XidEvent, Xid]]:
-        """Events of these classes that may act: not those of our own kill, and not those that were dealt with."""
-        return [(e, x) for e, x in self.events if x.kind in kinds and not self._ours(e, x) and not self.over(e, x)]
+        """Return the events of these classes that may act: not those of our own kill, those that were dealt with, or
+        those that are in doubt."""
+        return [
+            (e, x) for e, x in self.events
+            if x.kind in kinds and not self._ours(e, x) and not self.over(e, x) and not self.doubt(e)
+        ]  # fmt: skip
+
+    def doubt(self, event: XidEvent) -> str:
+        """Return why this event, of which only the kernel log tells, does not count (yet); empty: it counts."""
+        if event.sources != {"kernel"}:
+            return ""
+        if self.gpu is None:
+            return "" if event.pci_exists else "the kernel log names a PCI address where no GPU is known"
+        if self._nvml_contradicts(event):
+            return "only the kernel log says so, and NVML says that the GPU works"
+        if self._awaits_nvml(event):
+            return "only the kernel log says so, and NVML was not read since"
+        return ""
+
+    def _nvml_contradicts(self, event: XidEvent) -> bool:
+        """Return whether NVML was read after this event, and what it says disproves it."""
+        newest = self.seen.newest.get("nvml")
+        read = newest is not None and newest.state == "read" and newest.at >= event.last + _NVML_SETTLES_S
+        return read and event.code in _NVML_CAN_CONTRADICT and self._well(event.code)
+
+    def _awaits_nvml(self, event: XidEvent) -> bool:
+        """Return whether NVML, which saw nothing wrong before this event, is to be read again before it counts."""
+        newest = self.seen.newest.get("nvml")
+        due = newest is not None and newest.state == "read" and newest.at < event.last + _NVML_SETTLES_S
+        fresh = self.now < event.last + _NVML_AWAITED_S
+        return due and fresh and event.code in _NVML_CAN_CONTRADICT and self._well(event.code)
 
     def _ours(self, event: XidEvent, what: Xid) -> bool:
         before, after = self.rules.xid.kill_lead, self.rules.xid.kill
@@ -120,7 +156,7 @@ def _authority(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
     if gpu.stated is None or (remedy := gpu.stated[1]) is None:
         return None
     event, what = next((e, x) for e, x in reversed(gpu.events) if e.code == AUTHORITY)
-    if gpu.over(event, what):
+    if gpu.over(event, what) or gpu.doubt(event):
         return None
     others = [(e, x) for e, x in gpu.events if x.kind in (*GRAVEST, "nvlink") and x.code != AUTHORITY]
     said = f"Xid 154: the driver asks for {remedy.value.replace('_', ' ')}"
@@ -194,8 +230,21 @@ def _rest(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
     return None
 
 
+def _doubtful(gpu: _Gpu, gpus: list[_Gpu]) -> Bad | None:
+    """What would condemn if it were not in doubt."""
+    asks = gpu.stated is not None and gpu.stated[1] is not None
+    found = [
+        (e, x) for e, x in gpu.events
+        if (x.kind in (*GRAVEST, "nvlink") or (asks and e.code == AUTHORITY)) and not gpu.over(e, x) and gpu.doubt(e)
+    ]  # fmt: skip
+    if not found:
+        return None
+    event = found[0][0]
+    return warn(Cause.GPU, Remedy.NONE, *_on(gpu, gpu.doubt(event), found), part=gpu.name, at=event.at)
+
+
 _RULES: tuple[Callable[[_Gpu, list[_Gpu]], Bad | None], ...] = (
-    _authority, _gravest, _nvlink, _rare, _application, _rest,
+    _authority, _gravest, _nvlink, _rare, _application, _doubtful, _rest,
 )  # fmt: skip
 
 
@@ -219,7 +268,7 @@ def _switch(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
         if logged.event.kind != "sxid" or logged.at <= now - rules.xid.day:
             continue
         part, text = logged.event.pci or "nvswitch", f"NVSwitch: {logged.event.text}"
-        if is_fatal(logged.event.text):
+        if is_fatal(logged.event.text) and logged.event.pci_exists:
             yield Bad(Verdict.FAIL, Cause.GPU, Remedy.REBOOT, (text,), part, proof=not logged.past, needs=1,
                       at=logged.at)  # fmt: skip
         else:

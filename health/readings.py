@@ -16,6 +16,9 @@ from msgspec import Struct
 READERS = ("nvml", "dcgm", "kernel", "fabric", "host")
 """names of the readers, each a module of :mod:`rrl.health.readers`"""
 
+MOUNT_ATTEMPTS = 3
+"""processes that look at a path which does not answer, within one look, one after another"""
+
 Why = dict[str, str]
 """field → why it could not be read: ``not supported``, ``not permitted``, ``no such function in this driver`` ..."""
 
@@ -169,6 +172,8 @@ class DcgmData(Struct, frozen=True, tag="dcgm"):
     health_at: float | None = None
     """when ``dcgmi health`` was run that these incidents are of (s): one run is told with several readings. None: it
     was not run, or each reading is a run"""
+    driver_gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that the driver lists in /proc"""
 
 
 # ── kernel log ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,7 +186,11 @@ class KernelEvent(Struct, frozen=True, kw_only=True):
     xid: int | None = None
     pci: str = ""
     """of the GPU (``0000:1b:00``), for an Xid"""
+    pci_exists: bool | None = None
+    """for an Xid or SXid: an NVIDIA device of this node has this PCI address; None: its devices cannot be listed"""
     pid: int | None = None
+    uid: int | None = None
+    """of that process, for a hung task; None: it is gone"""
     device: str = ""
     """interface, disk or mount, where the line names one"""
     age: float = 0.0
@@ -230,6 +239,10 @@ class Mount(Struct, frozen=True, kw_only=True):
     """stat and a read of the file system's figures came back in time"""
     why: str = ""
     """why it does not answer: ``did not answer within 10 s``, or the system's word"""
+    attempts: int = 0
+    """processes that were started one after another to look at it, and none of which has come back"""
+    hung_for: float = 0.0
+    """s since the first of them was started"""
     filesystem: str = ""
     used: float | None = None
     """share of the bytes that users may have, 0 to 1"""

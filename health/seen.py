@@ -12,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import structs
+
 from rrl.health.readings import (
     Data,
     DcgmData,
@@ -106,6 +108,8 @@ class Seen:
         name = reading.reader
         if reading.state == "absent" and name == "fabric" and self.hcas:  # they were there: now there are none
             reading = Reading(name, reading.at, FabricData())
+        if isinstance(reading.data, DcgmData):
+            reading = structs.replace(reading, data=self._of_known_gpus(reading.data))
         self.newest[name] = reading
         if reading.data is not None:
             self.kept[name] = reading.data
@@ -130,6 +134,13 @@ class Seen:
                     self._add_port(port, reading.at)
             case HostData():
                 self._count("host", "", "oom_kills", reading.data.oom_kills, reading.at)
+
+    def _of_known_gpus(self, data: DcgmData) -> DcgmData:
+        """Without what DCGM says of GPUs that neither NVML nor the driver knows."""
+        nvml = self.kept.get("nvml")
+        known = {gpu.uuid for gpu in nvml.gpus} if isinstance(nvml, NvmlData) else set()
+        known |= set(data.driver_gpus)
+        return structs.replace(data, gpus=tuple(gpu for gpu in data.gpus if gpu.uuid in known))
 
     def _told_before(self, data: DcgmData) -> bool:
         """Its incidents are of a run of ``dcgmi health`` that an earlier reading told."""
@@ -187,7 +198,7 @@ class Seen:
         for event in data.events:
             then = at - event.age
             if event.kind == "xid" and event.xid is not None:
-                self._add_xid(event.pci, event.xid, then, event.text, "kernel")
+                self._add_xid(event.pci, event.xid, then, event.text, "kernel", event.pci_exists)
             else:
                 self.log.append(Logged(event, then, self._is_past(then)))
 
@@ -200,10 +211,13 @@ class Seen:
         for counter in PORT_COUNTERS:
             self._count("port", name, counter, port.counters.get(counter), at)
 
-    def _add_xid(self, gpu: str, code: int, at: float, text: str, source: str) -> None:
+    def _add_xid(
+        self, gpu: str, code: int, at: float, text: str, source: str, pci_exists: bool | None = None
+    ) -> None:  # fmt: skip
         past = self._is_past(at)
         who = None if past else self._tenants.get(self.xids.named(gpu))
-        self.xids.add(XidEvent(gpu, code, at, text, past=past, who=who, sources={source}))
+        event = XidEvent(gpu, code, at, text, past=past, who=who, sources={source}, pci_exists=pci_exists)
+        self.xids.add(event)
 
     def _is_past(self, at: float) -> bool:
         return self.began is not None and at < self.began

@@ -36,6 +36,9 @@ class XidEvent:
     who: tuple[str, str] | None = None
     """role and life that had the GPU"""
     sources: set[str] = field(default_factory=set)
+    pci_exists: bool | None = None
+    """the kernel log's PCI address is of an NVIDIA device of this node; None: no kernel log told of it, or the node's
+    devices cannot be listed"""
 
 
 class XidLog:
@@ -85,6 +88,7 @@ def _merge(known: XidEvent, event: XidEvent) -> None:
     if known.sources & event.sources:
         known.last = max(known.last, event.last)
     known.who = known.who or event.who
+    known.pci_exists = event.pci_exists if known.pci_exists is None else known.pci_exists or bool(event.pci_exists)
     known.sources |= event.sources
     if event.text and (not known.text or event.text_at >= known.text_at):
         known.text, known.text_at = event.text, event.text_at

@@ -73,6 +73,12 @@ def authority(text: str) -> tuple[bool, Remedy | None]:
     return said in _ACTIONS, _ACTIONS.get(said)
 
 
+_PROCESS_NAME = re.compile(r"\bname=(?:\\x[0-9a-f]{2}|[^\\]){0,15}(?:, |$)")
+"""in an Xid's text: the user's choice, at most 15 bytes, which may hold commas"""
+
+
 def is_fatal(text: str) -> bool:
-    """Of an NVLink Xid's or SXid's text: it says "fatal", and not "non-fatal"."""
-    return bool(re.search(r"(?<!non)(?<!non[- ])\bfatal\b", text.lower().replace("nonfatal", "non-fatal")))
+    """Return whether the text of an NVLink Xid or an SXid says "fatal", and not "non-fatal", outside the name of the
+    user's process."""
+    driver_text = _PROCESS_NAME.sub("", text, count=1).lower().replace("nonfatal", "non-fatal")
+    return bool(re.search(r"(?<!non)(?<!non[- ])\bfatal\b", driver_text))

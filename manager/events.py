@@ -122,6 +122,13 @@ class PhaseEntered(Struct, frozen=True, tag=True):
     waits_for: ReplicaId | None = None
 
 
+class Noted(Struct, frozen=True, tag=True):
+    """What a replica wants people to know of it has changed; empty: nothing any more."""
+
+    life: Life
+    note: str
+
+
 class FirstWorkDone(Struct, frozen=True, tag=True):
     """The first unit of work in this life: a replacement generates again."""
 
@@ -240,7 +247,7 @@ class RunEnded(Struct, frozen=True, tag=True):
 
 Event = (
     RunStarted | ManagerStarted | ManagerStopped | Intended | Done | Decided | AllocationChanged | NodeChanged
-    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | FirstWorkDone | VersionHeld | StepCommitted
+    | AgentJoined | Admitted | Joined | StepEnded | PhaseEntered | Noted | FirstWorkDone | VersionHeld | StepCommitted
     | FindingChanged | FaultInjected | Commanded | Ordered | Resumed | TokensSeen | StacksTaken | Learned | RunEnded
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ from rrl.manager.state import (
     finding_about,
     owner_of,
 )
+from rrl.manager.token_ages import with_step
 from rrl.spec.launch import ENDED_AT_ONCE, EXITED, NOT_STARTED
 from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
 
@@ -42,14 +43,14 @@ def launched(state: State, at: float, action: Launch) -> State:
             first, pid, host = held.first, held.pid, held.host
             state = with_replica(
                 state, before.replica, status=Status.WANTED, since=at, step=None, first=None, pid=None, host="",
-                phase="", passed=(), listens=None, serves=None, prefer=None,
+                phase="", passed=(), note="", listens=None, serves=None, prefer=None,
             )  # fmt: skip
             state = _cleared(state, before)
     return with_replica(
         state, action.life.replica, status=Status.LAUNCHING, incarnation=action.life.incarnation, since=at,
         node=action.node, allocation=action.allocation, step=action.step, first=first, pid=pid, host=host, phase="",
-        phase_since=at, passed=(), waits_for=None, listens=None, serves=None, holds=None, prefer=None, shadow=before,
-        commits=0, fault="",
+        phase_since=at, passed=(), waits_for=None, note="", listens=None, serves=None, holds=None, prefer=None,
+        shadow=before, commits=0, fault="",
     )  # fmt: skip
 
 
@@ -239,6 +240,10 @@ def phase_entered(state: State, at: float, event: ev.PhaseEntered) -> State:
     )
 
 
+def noted(state: State, at: float, event: ev.Noted) -> State:
+    return with_replica(state, event.life.replica, note=event.note)
+
+
 def version_held(state: State, at: float, event: ev.VersionHeld) -> State:
     return with_replica(state, event.life.replica, holds=event.version)
 
@@ -252,7 +257,11 @@ def step_committed(state: State, at: float, event: ev.StepCommitted) -> State:
     newest = event.step > state.step or (event.step == state.step and not state.metrics)
     if newest:
         state = replace(state, step=event.step, metrics=event.metrics)
-    return replace(state, rewards=committed(state.rewards, event.step, event.metrics.get("reward")))
+    return replace(
+        state,
+        rewards=committed(state.rewards, event.step, event.metrics.get("reward")),
+        token_ages=with_step(state.token_ages, event.step, event.metrics, at),
+    )
 
 
 def with_replica(state: State, id: ReplicaId, **changes: Any) -> State:

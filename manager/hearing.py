@@ -25,6 +25,8 @@ from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
 
 Send = Callable[[bytes, Any, int | None], Awaitable[None]]
+MAX_NOTE = 300
+"""characters of a replica's note that are kept: two lines of a wide terminal"""
 READ_BY = 1.0
 """s that the next message waits for the run directory; shared storage answers within some 10 ms, or hangs"""
 
@@ -280,6 +282,8 @@ class Ear:
         if isinstance(message, msg.Beat):
             watch.heard(life, message.phase, message.done, message.waits_for, now)
             self._phase(message)
+            if (note := _printable(message.note)) != self._state().replica(life.replica).note:
+                self._record(ev.Noted(life, note))
         elif isinstance(message, msg.Entered):
             watch.entered(life, message.phase, message.done, message.waits_for, now)
             self._phase(message)
@@ -315,6 +319,11 @@ class Ear:
     def _phase(self, message: msg.Beat | msg.Entered) -> None:
         if self._state().replica(message.life.replica).phase != message.phase:
             self._record(ev.PhaseEntered(message.life, message.phase, message.waits_for))
+
+
+def _printable(note: str) -> str:
+    """The note on one line: it goes to terminals, and a role may send anything."""
+    return "".join(character if character.isprintable() else " " for character in note[:MAX_NOTE])
 
 
 def speaks_for_itself(state: State, life: Life) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from rrl.manager import events as ev
+from rrl.manager import token_ages
 from rrl.manager.actions import Fence, Finish, Launch, Perform, RestartAll
 from rrl.manager.drain_requests import DrainRequest, DrainRequests
 from rrl.manager.journal import replay
@@ -24,7 +25,7 @@ from rrl.spec.faults import TRAITS, Fault, Hits
 from rrl.spec.jobview import JobView
 from rrl.spec.phases import phase
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, SHADOW, Finding, Life, ReplicaId, Verdict, role_of
+from rrl.spec.words import AGENT, SHADOW, Finding, Life, Outcome, ReplicaId, Verdict, role_of
 
 
 class Recovery(Struct, frozen=True):
@@ -63,7 +64,7 @@ class Summary(Struct, frozen=True):
     """injected faults that were performed, by plan or by order"""
     recoveries: list[Recovery]
     unprovoked: int
-    """recoveries from what nobody injected"""
+    """failures that nobody injected: those that were recovered from, and those that ended the run"""
     ettr: float
     ettr_strict: float
     run_seconds: float
@@ -71,6 +72,8 @@ class Summary(Struct, frozen=True):
     """managers that this run has had"""
     outage_tokens: int = 0
     """that rollouts generated while the trainer was away, and that are kept; of outages under one manager"""
+    max_age: int | None = None
+    """age of the oldest token that was trained on, in weight versions; None: no step told"""
     stale_groups: int = 0
     """that were dropped because a token was older than ``[sampling] staleness`` allows"""
     stale_share: float = 0.0
@@ -106,16 +109,28 @@ class _Injected(Struct):
     at: float
     life: Life | None
     node: str
+    over: float = inf
+    """when it was over: whoever is launched on its node later was not hit"""
     until: float = inf
-    """it was over, and what it can have done is found by then"""
+    """what it can have done is found by then"""
     performed: bool = False
 
-    def hit(self, life: Life, node: str, failed_at: float) -> bool:
+    def lasts_from(self, at: float, silence: float) -> None:
+        """It was performed at ``at``, and lasts for its ``seconds``. Its end may never be journaled, as on a disk that
+        stays full, or after a manager's death; ``silence`` is what finding its effect may take."""
+        if self.fault.seconds:
+            self.over = at + self.fault.seconds
+            self.until = self.over + silence
+        else:
+            self.over = at
+
+    def hit(self, life: Life, node: str, launched_at: float, failed_at: float) -> bool:
         """Whether a failure of this life on this node can be its doing: what it was about, at that time."""
         if not self.at <= failed_at <= self.until:
             return False
         hits = TRAITS[self.fault.kind].hits
-        return hits is Hits.RUN or life == self.life or (hits is Hits.NODE and node == self.node)
+        there = hits is Hits.NODE and node == self.node and launched_at <= self.over
+        return hits is Hits.RUN or life == self.life or there
 
 
 class _Trace:
@@ -159,6 +174,8 @@ class _Ledger:
         self.rewards: dict[int, float] = {}
         """by step"""
         self.step, self.faults, self.epochs = 0, 0, 0
+        self.fatal = 0
+        """failures that nobody injected, and that ended the run"""
         self.outcome, self.why = "running", ""
         self.failures: dict[Life, float] = {}
         """when something about a life first went wrong"""
@@ -167,6 +184,8 @@ class _Ledger:
         self.injected: dict[str, _Injected] = {}
         """by fault; those that were certainly not performed are left out"""
         self.nodes: dict[Life, str] = {}
+        self.launched: dict[Life, float] = {}
+        """when their launch was decided"""
         self.lives: dict[ReplicaId, Life] = {}
         self.launches: dict[str, Life] = {}
         self.traces: list[_Trace] = []
@@ -184,6 +203,7 @@ class _Ledger:
         self.ended: float | None = None
         self.drains = DrainRequests()
         self.outage_tokens = 0
+        self.max_age: float | None = None
         self.stale = 0, 0.0
         """groups dropped as stale, and their share, as of the newest step that told"""
         self.tokens_before: dict[int, int] = {}
@@ -216,6 +236,8 @@ class _Ledger:
         if isinstance(event, ev.StepCommitted):
             if "stale_groups" in event.metrics and event.step >= self.step:
                 self.stale = int(event.metrics["stale_groups"]), round(event.metrics.get("stale_share", 0.0), 4)
+            ages = [event.metrics[name] for name in (token_ages.MAX, token_ages.RUN_MAX) if name in event.metrics]
+            self.max_age = max(ages if self.max_age is None else [self.max_age, *ages], default=None)
             self.step = max(self.step, event.step)
             self.committed_at = at if self.committed_at is None else self.committed_at
             if "reward" in event.metrics:
@@ -233,7 +255,7 @@ class _Ledger:
         elif isinstance(event, ev.TokensSeen):
             self._tokens_seen(event)
         elif isinstance(event, ev.Decided) and isinstance(event.action, Finish) and self.over is None:
-            self.over = at
+            self._end_decided(event.action, at)
 
     def _tokens_seen(self, event: ev.TokensSeen) -> None:
         if event.away:  # perhaps several times before it works again
@@ -256,10 +278,11 @@ class _Ledger:
         action = event.action
         if isinstance(action, Perform):  # just before the deed: detection is counted from here
             life = action.life or self.lives.get(ReplicaId(action.fault.target))
-            self.injected[action.fault.id] = _Injected(action.fault, at, life, action.node)
+            self.injected[action.fault.id] = injected = _Injected(action.fault, at, life, action.node)
+            injected.lasts_from(at, self.job.limits.silence)
         elif isinstance(action, Launch):
             self.lives[action.life.replica] = action.life
-            self.nodes[action.life] = action.node
+            self.nodes[action.life], self.launched[action.life] = action.node, at
             self.launches[action.step] = action.life
             recent = reversed(self.traces[self.earlier :])
             trace = next((one for one in recent if one.fence.life.replica == action.life.replica), None)
@@ -281,9 +304,11 @@ class _Ledger:
         if not (event.ok or event.unknown):  # what fails later is not its doing
             del self.injected[event.fault]
         elif event.ended:
-            held.until = at + self.job.limits.silence
+            held.over = min(held.over, at)
+            held.until = min(held.until, at + self.job.limits.silence)
         elif event.ok and not held.performed:
             held.performed = True
+            held.lasts_from(at, self.job.limits.silence)
             self.faults += 1
             if not TRAITS[held.fault.kind].processes and TRAITS[held.fault.kind].hits is Hits.REPLICA:
                 held.at = at  # it struck when the role called its API, perhaps long after the order
@@ -306,11 +331,25 @@ class _Ledger:
         trace.found_at = min((seen for _, seen in against), default=at)
         failed = [self.failures[life]] if life in self.failures else []
         trace.failed_at = min([*failed, *traced, trace.found_at])
-        by = [one.at for one in self.injected.values() if one.hit(life, node, trace.found_at)]
-        if by:
+        if by := self._injected_by(life, node, trace.found_at):
             trace.injected, trace.failed_at = True, max(by)
         self._down(life, min([*traced, at]))
         self.findings = {key: held for key, held in self.findings.items() if held[0].life != life}
+
+    def _injected_by(self, life: Life, node: str, found_at: float) -> list[float]:
+        """When the faults struck that can have made this life fail."""
+        launched_at = self.launched.get(life, self.began)
+        return [one.at for one in self.injected.values() if one.hit(life, node, launched_at, found_at)]
+
+    def _end_decided(self, action: Finish, at: float) -> None:
+        """The run's end is decided: nobody is fenced any more, so what failed last has no recovery."""
+        self.over = at
+        if action.outcome not in (Outcome.FAILED, Outcome.REJECTED):
+            return
+        failed = {finding.life: seen for finding, seen in self.findings.values() if finding.life is not None}
+        for life, found_at in failed.items():
+            if self.lives.get(life.replica) == life and role_of(life.replica) not in (AGENT, SHADOW):
+                self.fatal += not self._injected_by(life, self.nodes.get(life, ""), found_at)
 
     def _found(self, finding: Finding, at: float) -> None:
         if finding.verdict is not Verdict.FAIL:
@@ -371,12 +410,13 @@ class _Ledger:
             reward_last10=_mean(rewards[-10:]),
             faults=self.faults,
             recoveries=[trace.recovery() for trace in self.traces],
-            unprovoked=sum(not trace.injected for trace in self.traces),
+            unprovoked=sum(not trace.injected for trace in self.traces) + self.fatal,
             ettr=round(effective / wall, 4),
             ettr_strict=round(strict / wall, 4),
             run_seconds=round(wall, 2),
             epochs=self.epochs,
             outage_tokens=self.outage_tokens,
+            max_age=None if self.max_age is None else int(self.max_age),
             stale_groups=self.stale[0],
             stale_share=self.stale[1],
             drain_requests=self.drains.requests,

@@ -56,6 +56,10 @@ def _of_run(state: State, tally: Tally, facts: Facts) -> Iterator[Metric]:
     yield _gauge("rrl_steps_completed", "Newest committed trainer step.", state.step)
     yield _gauge("rrl_steps_wanted", "Steps after which the run is complete; 0: it has no trainer.", state.job.steps)
     yield _counter("rrl_steps", "Trainer steps committed under this manager.", tally.steps)
+    yield _gauge("rrl_token_age_median", "Median age of the tokens of the newest steps, in weight versions.",
+                 state.token_ages.p50)  # fmt: skip
+    yield _gauge("rrl_token_age_max", "Age of the oldest token of the newest steps, in weight versions.",
+                 state.token_ages.max)  # fmt: skip
     yield _counter("rrl_tokens_generated", "Tokens that rollouts generated under this manager.", facts.tokens)
     spent, effective = max(0.0, facts.now - tally.began), tally.effective(facts.now)
     yield _counter("rrl_managed_seconds", "Time that this manager has managed the run.", spent)

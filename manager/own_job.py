@@ -26,8 +26,10 @@ from rrl.manager.cluster.slurm_commands import MANAGER, SlurmLimits, environment
 from rrl.manager.hold import MANAGE
 from rrl.manager.saying import say
 from rrl.spec.jobview import JobView
-from rrl.spec.rundir import RunDir
+from rrl.spec.rundir import RunDir, write_atomically
 
+POOL_LOG = "pool.log"
+"""in the folder of submitit: output of the pool's script and of the managers that it keeps"""
 CPUS = 1
 MEM_GB = 1
 MARGIN = 600.0
@@ -106,13 +108,15 @@ async def queue_pool(run: RunDir, view: JobView) -> None:
             raise failure("sbatch", ended)
     except (Refused, Unanswered) as error:
         raise RuntimeError(str(error)) from error
+    with contextlib.suppress(OSError):  # the job is queued all the same
+        write_atomically(run.submit / f"{ended.out.strip().partition(';')[0]}_submitted", b"")  # as submitit does
 
 
 def pool_script(run_id: str, view: JobView, run_dir: str) -> str:
     """Raises ValueError for an option that cannot be passed on."""
     (ask,) = first_asks(run_id, view)
     keeper = (view.env.python or sys.executable, "-P", "-m", "rrl.manager.hold", run_dir)
-    return script(ask, keeper, output=f"{run_dir}/submit/pool.log")
+    return script(ask, keeper, output=f"{run_dir}/submit/{POOL_LOG}")
 
 
 def within(run_id: str, view: JobView) -> str:
@@ -130,7 +134,7 @@ async def keep_successor(run: RunDir, view: JobView, manage: Callable[[RunDir], 
     while True:
         await asyncio.sleep(SETTLED)
         try:
-            if not await _listed(name(run.id), "-t", "PENDING"):
+            if not await listed(name(run.id), "-t", "PENDING"):
                 await asyncio.to_thread(queue, run, view, manage)
             return
         except (Refused, Unanswered, RuntimeError, OSError) as error:
@@ -141,7 +145,7 @@ async def keep_successor(run: RunDir, view: JobView, manage: Callable[[RunDir], 
             return
 
 
-async def _listed(job: str, *options: str) -> bool:
+async def listed(job: str, *options: str) -> bool:
     """A job of that name waits or runs."""
     ended = await execute(("squeue", "--me", "-h", f"--name={job}", "-o", "%A", *options), _WITHIN.read)
     if ended.code:
@@ -164,7 +168,7 @@ async def withdrawn(run_id: str, view: JobView) -> bool:
     if await withdraw(run_id, view):
         return False
     try:
-        return not await _listed(starting(run_id, view))
+        return not await listed(starting(run_id, view))
     except (Refused, Unanswered):
         return False
 

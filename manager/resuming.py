@@ -76,6 +76,14 @@ def pending(run: RunDir) -> Order | None:
     return None
 
 
+def ordered_at(run: RunDir) -> float:
+    """When the pending order was left, by the file server's clock; 0 where there is none. Raises OSError."""
+    for folder in (run.resuming, run.resume):
+        with contextlib.suppress(FileNotFoundError):
+            return (folder / _LETTER).stat().st_mtime
+    return 0.0
+
+
 def withdraw(run: RunDir) -> bool:
     """False when a manager has taken it already."""
     return _put_aside(run, run.resume)

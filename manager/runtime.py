@@ -20,7 +20,7 @@ from rrl.health.guards import detect
 from rrl.health.node_loss import absent
 from rrl.health.presence import unheard
 from rrl.health.sightings import Watch
-from rrl.manager import ballast, resuming
+from rrl.manager import ballast, resuming, token_ages
 from rrl.manager import events as ev
 from rrl.manager.actions import (
     Drain,
@@ -276,6 +276,8 @@ class Manager:
         detected, again = detect(self._watch, limits, now)
         self._lessons.consider(now)
         findings, suspected = self._suspicion.consider(detected)
+        if (old := token_ages.finding(self.state.token_ages, self.state.job.staleness)) is not None:
+            findings = [*findings, old]
         silent, gone = unheard(findings, self._watch, limits, now), absent(findings, self._watch, limits, now)
         return min(again, suspected, self._ear.findings.detected(findings, silent, gone))
 

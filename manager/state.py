@@ -15,6 +15,7 @@ from rrl.health.lessons import Lesson
 from rrl.manager.actions import Finish, Outside, Request
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen
 from rrl.manager.rewards import Rewards
+from rrl.manager.token_ages import TokenAges
 from rrl.spec.faults import Fault
 from rrl.spec.jobview import JobView
 from rrl.spec.words import (
@@ -99,6 +100,8 @@ class Replica(Struct, frozen=True):
     passed: tuple[str, ...] = ()
     """phases that its newest life has left"""
     waits_for: ReplicaId | None = None
+    note: str = ""
+    """what its newest incarnation wants people to know of it"""
     listens: str | None = None
     serves: str | None = None
     holds: Version | None = None
@@ -283,6 +286,7 @@ class State(Struct, frozen=True):
     metrics: dict[str, float] = {}
     """of that step"""
     rewards: Rewards = Rewards()
+    token_ages: TokenAges = TokenAges()
     replicas: dict[ReplicaId, Replica] = {}
     nodes: dict[NodeName, Node] = {}
     allocations: dict[str, Allocation] = {}

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -28,6 +29,7 @@ from rrl.manager.lease import LeaseHeld, LeaseLost
 from rrl.manager.resuming import Order, order, pending, withdraw
 from rrl.manager.runtime import Manager
 from rrl.manager.saying import say
+from rrl.manager.start_failure import CONTROLLER_LOG, HOST_FILE
 from rrl.spec.descriptors import raise_nofile
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
@@ -127,12 +129,19 @@ def start_manager(run: RunDir, view: JobView) -> str:
             own_job.queue(run, view, run_here)
         except (OSError, RuntimeError) as error:
             return f"no second manager could be queued, which would go on should the first one's node die: {error}"
-    elif (child := os.fork()) == 0:
-        _submit_locally(run)
-    elif os.waitpid(child, 0)[1] != 0:
-        told = (run.submit / "controller.log").read_text(errors="replace").split("\n")
-        raise OSError(next((line for line in reversed(told) if line), "its submission died without a word"))
+    else:
+        _start_locally(run)
     return ""
+
+
+def _start_locally(run: RunDir) -> None:
+    """As a process of this machine. Raises OSError with the last line of a submission that failed."""
+    write_atomically(run.submit / HOST_FILE, socket.gethostname().encode())
+    if (child := os.fork()) == 0:
+        _submit_locally(run)
+    if os.waitpid(child, 0)[1] != 0:
+        told = (run.submit / CONTROLLER_LOG).read_text(errors="replace").split("\n")
+        raise OSError(next((line for line in reversed(told) if line), "its submission died without a word"))
 
 
 def _submit_locally(run: RunDir) -> NoReturn:
@@ -142,7 +151,7 @@ def _submit_locally(run: RunDir) -> NoReturn:
     try:
         os.setsid()
         devnull = os.open(os.devnull, os.O_RDWR)
-        log = os.open(run.submit / "controller.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(run.submit / CONTROLLER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd, source in ((0, devnull), (1, log), (2, log)):
             os.dup2(source, fd)
         import submitit

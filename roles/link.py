@@ -27,7 +27,10 @@ from rrl.roles.gpus import held_gpus_within
 from rrl.roles.own_faults import OwnFaults
 from rrl.roles.probes import Probes
 from rrl.roles.standing_by import keep_gpus
-from rrl.roles.trajectories.client import TrajectoryClient, store_address
+from rrl.roles.trajectories.client import Refused, TrajectoryClient, store_address
+from rrl.roles.trajectories.types import NewestVersion
+from rrl.roles.trajectories.versions import is_publisher
+from rrl.roles.weight_sources import WeightSources
 from rrl.spec.launch import Launch
 from rrl.spec.phases import STANDBY
 from rrl.spec.rundir import RunDir
@@ -51,6 +54,9 @@ LAST_ANSWER = 0.5
 """s that a role which was asked to leave still waits for the store"""
 DROPPED = 2
 """half-received versions in a row after which the publisher itself is asked for the next one"""
+REFUSED_PAUSE_S = 1.0
+"""s before this process follows the weight versions again after the store refused it: the manager fences a life that is
+not current, or tells the store of it"""
 LOOK = 0.5
 """s between two looks of a shadow's main thread whether SIGTERM came: what wakes it otherwise comes at once"""
 STORE = ReplicaId("trajectories/0")
@@ -83,6 +89,8 @@ class Link:
         """phase and whom it waits for: one value, so that no beat tells a mixture"""
         self.held_up_by: ReplicaId | None = None
         """whatever the phase: whom this process waits for beside it"""
+        self.note = ""
+        """shown beside this replica in `rrl status`; empty: nothing"""
         self._done = 0
         self._asking = 0
         """threads that wait for the store: a trainer's may be two, as it commits beside its work"""
@@ -100,7 +108,11 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="rrl-link", daemon=True)
         self._failure: BaseException | None = None
-        self._peers_changed = asyncio.Event()
+        self._weight_sources = WeightSources()
+        self._sources_changed = asyncio.Event()
+        """the manager or the store told something of versions or holders"""
+        self._held_changed = asyncio.Event()
+        """another version, or the first one, is served here"""
 
     # ── for the worker's thread ────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
@@ -187,7 +199,9 @@ class Link:
         self.soon(self._tell_anew)
 
     def holds(self, version: Version) -> None:
+        """Tell manager and store that ``version`` is complete and served here."""
         self._new_version.set()
+        self.soon(self._held_changed.set)
         self.soon(self._say_now, msg.Holds(self.launch.life, version))
 
     def wait_version(self, timeout: float) -> Held | None:
@@ -244,6 +258,8 @@ class Link:
         if self._pipe is None:
             self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
             self._serves = await self._pipe.serve(self.weights, self.host)
+        if not standby:
+            self._spawn(self._exchange_versions())  # its first step comes when the store's client is open
         if role == "rollout" and not standby:
             self._spawn(self._follow(self._pipe))
 
@@ -270,6 +286,7 @@ class Link:
         self._gpus = keep_gpus(told.gpus, self._gpus)
         self._now = ("starting", None)
         self.peers = None  # what it heard as a shadow may be hours old: the Welcome says what is true
+        self._weight_sources = WeightSources()
         self._open_store()
         if self._dialer.connected:  # else it is the first word on the next connection
             await self._dialer.send(self._hello())
@@ -352,7 +369,8 @@ class Link:
             return
         moved = store_address(peers) != store_address(known)
         self.peers = peers
-        self._peers_changed.set()
+        self._weight_sources.on_peers(peers)
+        self._sources_changed.set()
         if moved and self._store is not None:
             self._store.look()
         for callback in self._on_peers:
@@ -364,7 +382,7 @@ class Link:
             phase, waits_for = self._now
             if self._dialer.connected:
                 blocked_by = STORE if self._asking else self.held_up_by or waits_for
-                await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, blocked_by))
+                await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, blocked_by, self.note))
                 self._told = phase
             await asyncio.sleep(self._beat)
 
@@ -385,8 +403,45 @@ class Link:
             self._told = phase
             self._say_now(msg.Entered(self.launch.life, phase, self._done, waits_for))
 
+    async def _exchange_versions(self) -> None:
+        """Tell the store which version is served here, and hear from it which one is the newest and who serves it, as
+        long as this process lives: the manager, which tells both as well, may be frozen or dead.
+
+        One request is open nearly all of the time. It is replaced when another version is served here, and the dialer
+        sends it again to a store that restarted."""
+        known: Version | None = None
+        while True:
+            self._held_changed.clear()
+            held = self.weights.current()
+            holds = held.manifest.version if held is not None else None
+            if is_publisher(self.launch.life):
+                if holds is None:  # it has nothing to tell, and nothing to ask
+                    await self._held_changed.wait()
+                    continue
+                known = holds
+            try:
+                news = await self._unless_held_changes(self.store.follow_versions(self._serves, holds, known))
+            except Refused:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+                continue
+            if news is not None:
+                known = news.version
+                self._weight_sources.on_news(news)
+                self._sources_changed.set()
+
+    async def _unless_held_changes(self, follow: Coroutine[Any, Any, NewestVersion | None]) -> NewestVersion | None:
+        """Return what ``follow`` does, or give it up and return None when another version is served here."""
+        following = asyncio.create_task(follow)
+        changing = asyncio.create_task(self._held_changed.wait())
+        try:
+            await asyncio.wait((following, changing), return_when=asyncio.FIRST_COMPLETED)
+            return following.result() if following.done() else None
+        finally:
+            following.cancel()
+            changing.cancel()
+
     async def _follow(self, pipe: Pipe) -> None:
-        """Bring every newest version here, one after another; skip those that are superseded meanwhile.
+        """Pull every newest version, one after another; skip those that are superseded meanwhile.
 
         What is being received is gone on with though a newer version is out, as long as its source gives: whoever is
         slow gets every few versions one, not a piece of each. When its source is gone it is dropped for the newer one,
@@ -394,11 +449,11 @@ class Link:
         asks the publisher, which keeps a version while it is read."""
         pace, dropped = Pace(), 0
         while True:
-            self._peers_changed.clear()
-            newest = self.peers.newest if self.peers else None
+            self._sources_changed.clear()
+            newest = self._weight_sources.newest
             held = self.weights.current()
             if newest is None or (held is not None and held.manifest.version >= newest):
-                await self._peers_changed.wait()
+                await self._sources_changed.wait()
                 continue
             try:
                 by = self._transport["chunk_deadline"]
@@ -414,10 +469,11 @@ class Link:
             self.holds(newest)
 
     def _sources(self, version: Version, direct: bool) -> tuple[msg.Holder, ...]:
-        """Whom to ask now; only asked again once a source has failed."""
-        if self.peers is None or self.peers.newest != version:
+        """Return whom to ask now. Called again only once a source has failed."""
+        if self._weight_sources.newest != version:
             raise _Outdated(f"{version} is superseded")
-        return sources(self.launch.life.replica, self.peers.holders, version, self._transport["chain"], direct)
+        chain = self._transport["chain"]
+        return sources(self.launch.life.replica, self._weight_sources.holders(), version, chain, direct)
 
 
 class _Outdated(PullFailed):

@@ -51,7 +51,7 @@ class NodeHealth:
         self._rules, self._own = _rules(launch)
         mounts = (*dict.fromkeys((launch.run_dir, launch.cwd, *_MOUNTS, *self._rules.expect.mounts)),)
         self._names = readers_of(launch)
-        options = ReaderOptions(mounts=mounts)
+        options = ReaderOptions(mounts=mounts, dcgm_user=self._rules.readers.dcgm_user)
         self._keeper = Keeper(self._names, options, env={LAUNCH_ENV: launch_file})
         self._seen = Seen(self._rules.xid.burst)
         self._seen.uid = os.getuid()

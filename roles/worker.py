@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -94,7 +95,7 @@ class _Bound(msgspec.Struct, frozen=True):
 
     digest: str
     metrics: dict[str, float]
-    """what the batch itself tells: ``reward``, and where ``staleness`` is limited what that cost"""
+    """what the batch itself tells: ``reward``, how old its tokens are, and where that is limited what it cost"""
 
 
 class Worker:
@@ -195,6 +196,10 @@ class Worker:
     def progress(self, units: int = 1) -> None:
         """So much more work is done (tokens, samples, steps: any unit, always the same)."""
         self._link.progress(units)
+
+    def note(self, text: str) -> None:
+        """Show ``text`` beside this replica in ``rrl status`` until the next note; empty: nothing. Only for people."""
+        self._link.note = text
 
     def on_probe(self, handler: Callable[[], object]) -> None:
         """Have ``handler`` do a bit of real work whenever the run suspects this role, and return in a few words what it
@@ -398,13 +403,30 @@ class Worker:
                 self._link.found_committed(state.number)
 
 
-def _told_by(batch: Batch | PackedBatch, staleness: int | None) -> dict[str, float]:
+def _told_by(batch: PackedBatch, staleness: int | str | None) -> dict[str, float]:
+    """The metrics of a batch. Ages are in weight versions: 0 for a token of the newest weights when it was bound."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
-    told = {"reward": sum(rewards) / max(1, len(rewards))}
-    if staleness is not None:
+    tokens = Counter[int]()
+    for trajectory in batch.trajectories:
+        for count, step, _ in trajectory.runs:
+            tokens[max(0, batch.number - 1 - step)] += count
+    told = {"reward": sum(rewards) / max(1, len(rewards)), "token_age_run_max": float(batch.max_age)}
+    if tokens:
+        told["token_age_p50"], told["token_age_max"] = float(_median(tokens)), float(max(tokens))
+    if isinstance(staleness, int):
         told["stale_groups"] = float(batch.stale)
         told["stale_share"] = batch.stale / (batch.stale + batch.number * len(batch.groups))
     return told
+
+
+def _median(counts: Counter[int]) -> int:
+    """The (lower) median of the keys, each counted so often."""
+    before, half = 0, counts.total() / 2
+    for value in sorted(counts):
+        before += counts[value]
+        if before >= half:
+            return value
+    raise ValueError("nothing is counted")
 
 
 def _copy(into: memoryview, data: memoryview) -> None:

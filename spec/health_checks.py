@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +158,8 @@ class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
     hung_window: float = 3600.0
     """s for which is told that the kernel called a task hung (ours)"""
     quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
-    """devices whose I/O errors mean nothing: virtual CDs and floppies (ours)"""
+    """devices whose errors, and those of their file systems, mean nothing: virtual CDs and floppies, and images of
+    users' containers (ours)"""
 
 
 class FabricRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,6 +196,10 @@ class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
     """s in state D from which is warned (gcm)"""
     stuck_after_kill: float = 60.0
     """s after our own kill that a process may still be in state D; then the node is out (ours)"""
+    mount_hung: float = 15.0
+    """s for which a path must not answer three processes, started one after another, to be out after one look; other
+    paths must answer meanwhile, or the whole node stands still (ours: longer than a path has in any other look, and
+    within the time that a prolog may take)"""
     zombies: int = 50
     """older than 300 s, above which is warned (gcm: any; a container's first process often reaps none)"""
     clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
@@ -205,6 +211,23 @@ class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
     """s from its first missed deadline for which NVML does not answer until a second witness of the driver condemns the
     node, and for which DCGM does not until it is one (ours; 5a: 45 s. A reset of somebody else's GPU holds the driver's
     lock for some 40 s)"""
+    dcgm_user: str = ""
+    """user besides root who runs dcgm-exporter and DCGM's host engine here, and to whom ``dcgmi`` may belong: what
+    others listen on or install is not believed"""
+
+
+class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """How many nodes the prolog and the HealthCheckProgram may drain. Many nodes that fail together have been talked
+    into it, or share a cause that draining them does not mend."""
+
+    share: float = 0.2
+    """of the cluster's nodes, one at least, that hooks may drain within ``window`` (as the breaker of a run; guard
+    rails)"""
+    window: float = 600.0
+    """s (as the breaker of a run)"""
+    standing: float = 0.25
+    """share of the cluster's nodes, one at least, that may stand drained by hooks (guard rails: none while more than
+    25 % is down)"""
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -221,6 +244,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     fabric: FabricRules = FabricRules()
     host: HostRules = HostRules()
     readers: ReaderRules = ReaderRules()
+    hooks: HookRules = HookRules()
 
     @property
     def needed(self) -> frozenset[str]:
@@ -244,6 +268,9 @@ def load_rules(path: Path | None = None) -> Rules:
         named = CONFIG
     try:
         with named.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IWOTH:
+                raise RulesError(f"{named}: everybody may write it, and so drain nodes; chmod o-w {named}")
             text = file.read(_LARGEST + 1).decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise RulesError(f"{named}: cannot be read: {error.strerror or error}") from None

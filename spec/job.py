@@ -144,11 +144,16 @@ class SamplingTable(Table):
     ahead: Annotated[int, Field(ge=0)] = 1
     """batches that rollouts may work ahead of the trainer; its tokens are then up to about ahead + 2 steps old,
     where a step takes longer than the 0.1 s in which new weights reach the rollouts"""
-    staleness: Annotated[int, Field(ge=0)] | None = None
-    """weight versions that a token may be older than the newest one when its step is bound. Rollouts wait for newer
+    staleness: Annotated[int, Field(ge=0)] | Literal["unlimited"] = 4
+    """weight versions (N) that a token may be older than the newest one when it is trained on. Rollouts wait for newer
     weights rather than begin what would be too old, so they work at most so many batches ahead, whatever ``ahead``
-    says; groups with a token that is too old all the same are dropped. The trainer must publish after each step.
-    Default: no limit"""
+    says. The trainer must publish at least once in N + 1 steps, else the run stands still and says so. The default is
+    AReaL's for code (8 for mathematics). Without a limit a trainer whose weights no longer reach the rollouts trains
+    on, and ruins the policy"""
+    late: Literal["wait", "drop"] = "wait"
+    """what a step does about a group that no later step may train, because its tokens would be too old. ``wait``: the
+    step waits for it. ``drop``: the group is dropped, and with it mostly long answers; what is trained is then shorter
+    than what was asked for (docs/architecture.md, trajectories, 10)"""
 
 
 class LimitsTable(Table):

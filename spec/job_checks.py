@@ -34,6 +34,7 @@ def check(job: Job) -> None:
     """Raises PydanticCustomError at the first mistake, with the key that it is shown at."""
     _work(job)
     _model(job)
+    _late(job)
     _batch(job)
     _form(job)
     for name, phase in job.phases.items():
@@ -93,6 +94,14 @@ def _model(job: Job) -> None:
             ("sampling", "max_new_tokens"),
             f"{job.sampling.max_new_tokens} leaves no room for a prompt in [model] max_length ="
             f" {longest}; lower it or raise max_length",
+        )
+
+
+def _late(job: Job) -> None:
+    """Without a limit no group is ever too late."""
+    if job.sampling.staleness == "unlimited" and "late" in job.sampling.model_fields_set:
+        raise mistake(
+            ("sampling", "late"), 'needs a limit, and staleness = "unlimited"; remove it, or set staleness to a number'
         )
 
 

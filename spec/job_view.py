@@ -55,6 +55,7 @@ def viewed(job: Job, python: str) -> jobview.JobView:
         container=jobview.ContainerView(container.mounts, container.python),
         network=job.transport.network,
         weights=job.transport.weights,
+        staleness=job.sampling.staleness if isinstance(job.sampling.staleness, int) else None,
         manager=jobview.ManagerView(job.manager.where, {**kept, **own}, job.cluster.job_walltime or 0.0),
         limits=msgspec.structs.replace(job.merged_limits(), stragglers=job.health.stragglers),
         recovery=msgspec.convert(job.recovery.model_dump(), jobview.Recovery),

@@ -256,6 +256,8 @@ class JobView(Struct, frozen=True):
     """name of an interface, or a CIDR, that everybody listens on; empty: chosen on each node"""
     weights: str = "auto"
     """how weights travel: ``auto``, ``ucx``, ``tcp`` or ``nixl``"""
+    staleness: int | None = None
+    """weight versions that a token may be old when it is trained on; None: no limit"""
     manager: ManagerView = ManagerView()
     limits: Limits = Limits()
     recovery: Recovery = Recovery()

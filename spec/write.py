@@ -28,8 +28,12 @@ def as_toml(job: Job) -> str:
     model = job.model
     if model is not None and model.path is not None:  # its config.json has them; they would be refused beside path
         model = model.model_copy(update=dict.fromkeys(SHAPE))
+    sampling = job.sampling
+    if sampling.staleness == "unlimited":  # late would be refused beside it
+        sampling = sampling.model_copy(update={"late": None})
     filled = job.model_copy(update={
         "cluster": cluster,
+        "sampling": sampling,
         "model": model,
         "roles": job.roles.model_copy(update=built_in) if built_in else None,
         "commands": {name: roles[name] for name in job.commands},

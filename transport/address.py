@@ -33,21 +33,23 @@ class Interface(Struct, frozen=True):
 
 
 def own_address(network: str = "") -> str:
-    """An IPv4 address on ``network`` (as :func:`interface_on`), or on ``$RRL_NETWORK``, if either is set; else what the
-    host name resolves to, unless that is loopback (Debian's 127.0.1.1); else that of the default route.
+    """An IPv4 address on ``network`` (as :func:`interface_on`), or on ``$RRL_NETWORK``, if either is set. Otherwise the
+    first of these that an interface of this host has and that is not loopback: the address that the host name resolves
+    to (on Debian that is 127.0.1.1), the one of the default route, the only one that there is.
 
-    Raises NoAddress when there is none: loopback is only taken by its name.
+    Raises NoAddress when none is left, or several without a default route: loopback is only taken by its name.
     """
     if wanted := network or os.environ.get(NETWORK_ENV, ""):
         return interface_on(wanted).address
-    try:
-        named = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        named = "127.0.0.1"
-    address = named if not named.startswith("127.") else _of_default_route()
-    if address is None or address.startswith("127."):
-        raise NoAddress(f"no address that other nodes could reach; there are {_told()}; set [transport] network")
-    return address
+    outside = [one.address for one in interfaces() if not ipaddress.ip_address(one.address).is_loopback]
+    for address in (_of_host_name(), _of_default_route()):
+        if address in outside:
+            return address
+    if len(outside) == 1:
+        return outside[0]
+    none = "none of several addresses is that of the host name or of the default route" if outside else \
+        "no address that other nodes could reach"  # fmt: skip
+    raise NoAddress(f"{none}; there are {_told()}; set [transport] network")
 
 
 def interface_on(network: str) -> Interface:
@@ -81,6 +83,13 @@ def interfaces() -> list[Interface]:
 
 def _told() -> str:
     return ", ".join(f"{one.name} {one.address}" for one in interfaces()) or "none"
+
+
+def _of_host_name() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
 
 
 def _of_default_route() -> str | None:

@@ -51,6 +51,8 @@ class Beat(Struct, frozen=True, tag=True):
     phase: str
     done: int
     waits_for: ReplicaId | None = None
+    note: str = ""
+    """what `rrl status` shows beside the replica, for people only; empty: nothing"""
 
 
 class Entered(Struct, frozen=True, tag=True):

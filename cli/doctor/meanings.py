@@ -154,6 +154,9 @@ MEANINGS: dict[str, Meaning] = {
     "slurm.filters": Meaning(
         "Does the site change or refuse jobs at submission (JobSubmitPlugins)?",
         "what is refused is said by rrl submit; options for it go into [slurm]"),
+    "slurm.prolog": Meaning(
+        "Where a Prolog can fail (docs/health.md): does the job then start elsewhere, or stay in the queue as held?",
+        f"{_ADMIN} for SchedulerParameters=nohold_on_prolog_fail; until then: scontrol release JOBID"),
     # ── a node
     "node.visit": Meaning(
         "Could a job on a node look around and tell?",

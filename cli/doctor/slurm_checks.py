@@ -23,6 +23,7 @@ KILLWAIT = 30
 STEPS = 1000
 """of one job: agents, and lives of replicas over days"""
 _NO_ACCOUNT = "ask the admin of the cluster for an account"
+_NO_HOLD = "nohold_on_prolog_fail"
 DAY = 86400.0
 """s; the default walltime of a run"""
 _HETJOB = (
@@ -364,11 +365,20 @@ def _filters(config: Config) -> Check:
     return ok("slurm.filters", "none")
 
 
+def _prolog(config: Config) -> Check:
+    """A prolog that fails, as examples/health/prolog.sh does, leaves its job held unless the site says otherwise."""
+    if not any(value for name, value in config.values.items() if re.fullmatch(r"Prolog(\[\d+\])?", name)):
+        return ok("slurm.prolog", "no prolog")
+    if _NO_HOLD in config.values.get("SchedulerParameters", "").split(","):
+        return ok("slurm.prolog", f"{_NO_HOLD}: a job whose prolog fails is requeued and starts elsewhere")
+    return warn("slurm.prolog", f"a job whose prolog fails is requeued and held: SchedulerParameters lacks {_NO_HOLD}")
+
+
 _CONFIGURED: dict[str, Callable[[Config], Check]] = {
     "slurm.version": _version, "slurm.answers": _answers,
     "slurm.hold": _hold, "slurm.select": _select, "slurm.requeue": _requeue, "slurm.killwait": _killwait,
     "slurm.steps": _steps, "slurm.deadnodes": _deadnodes, "slurm.private": _private,
-    "slurm.filters": _filters,
+    "slurm.filters": _filters, "slurm.prolog": _prolog,
 }  # fmt: skip
 
 

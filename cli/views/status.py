@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rrl.cli.views.figures import bar, curve, folded, number, span
 from rrl.cli.views.summary import MOST_STALE
+from rrl.manager import token_ages
 from rrl.manager.cluster import NodeState
 from rrl.manager.state import Allocation, Node, Replica, State, Status, progress, workers
 from rrl.spec.phases import STANDBY, phase
@@ -35,6 +36,8 @@ _STATUS = {
     Status.WANTED: "yellow", Status.LAUNCHING: "cyan", Status.STARTING: "cyan", Status.RETIRED: "bright_black",
     Status.COMPLETED: "green",
 }  # fmt: skip
+_SHOWN_APART = ("reward", token_ages.P50, token_ages.MAX, token_ages.RUN_MAX)
+"""metrics that have a row of their own"""
 _AT_EASE = (Status.JOINED, Status.COMPLETED)
 """nothing is to be said of who stands so"""
 _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
@@ -120,6 +123,8 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
         facts.add_row("reward", reward.append(curve(state.rewards.points, width - 30), "green"))
     if width >= NARROW and (metrics := _metrics(state, width - 12)):
         facts.add_row("metrics", metrics)
+    if state.token_ages.steps:
+        facts.add_row("tokens", _token_ages(state))
     if (share := state.metrics.get("stale_share", 0.0)) > MOST_STALE:
         told = f"{100 * share:.0f}% of what is made is dropped: older than [sampling] staleness allows"
         facts.add_row("stale", Text(told, "yellow"))
@@ -133,6 +138,8 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
             facts.add_row(label, Text(line, "red" if notes else ""))
         for label, line in zip(("breaker", *[""] * CROWD), _held_back(state, now), strict=False):
             facts.add_row(label, Text(line, "yellow"))
+        for replica in [one for one in workers(state) if one.note and one.believed][:CROWD]:
+            facts.add_row("note", f"{replica.id}: {replica.note}")
     if state.why and state.outcome is not None:
         facts.add_row("because", state.why)
     if state.outcome is not None and (jobs := kept_jobs(state)):
@@ -153,6 +160,14 @@ def _held_back(state: State, now: float) -> Iterator[str]:
         yield f"{held.exclude.node} stays in use {until}: {held.why} ({'; '.join(held.exclude.why.evidence)})"
 
 
+def _token_ages(state: State) -> Text:
+    """Ages of the tokens of the newest steps, in weight versions."""
+    ages, limit = state.token_ages, state.job.staleness
+    bound = "no limit" if limit is None else f"limit {limit}"
+    colour = "yellow" if ages.warned is not None else "none"
+    return Text(f"age p50 {ages.p50:.3g}, max {ages.max:g} weight versions ({bound})", colour)
+
+
 def kept_jobs(state: State) -> str:
     """Slurm's numbers of the jobs that a person wanted to keep beyond the run's end."""
     kept = [one.seen.job for one in state.allocations.values() if one.seen is not None and state.keep]
@@ -165,7 +180,7 @@ def _metrics(state: State, width: int) -> str:
     for name, value in sorted(state.metrics.items()):
         figure = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         longer = f"{told}  {name} {figure}".lstrip()
-        if name != "reward" and len(longer) <= width:
+        if name not in _SHOWN_APART and len(longer) <= width:
             told = longer
     return told
 

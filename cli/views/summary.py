@@ -35,6 +35,8 @@ def summary_view(summary: dict[str, Any]) -> RenderableType:
         facts.add_row("reward", f"{number(first)} → {number(last)}  (mean of the first and the last ten steps)")
         facts.add_row("training", f"{_share(summary.get('ettr'))} of the time was effective (ETTR)")
     recoveries = summary.get("recoveries") or []
+    if (age := summary.get("max_age")) is not None:
+        facts.add_row("tokens", f"at most {age} weight versions old when they were trained on")
     facts.add_row("faults", _faults(summary.get("faults") or 0, recoveries, summary.get("unprovoked")))
     if kept := summary.get("outage_tokens"):
         facts.add_row("kept", f"{kept} tokens that rollouts generated while the trainer was away")

@@ -22,7 +22,7 @@ def main() -> None:
     with rrl.join() as me:
         optimizer.param_groups[0]["lr"] = me.settings["learning_rate"]
         if (files := me.committed_files()) is not None:
-            saved = torch.load(files["state.pt"])
+            saved = torch.load(files["state.pt"], weights_only=True)
             policy.load_state_dict(saved["policy"])
             optimizer.load_state_dict(saved["optimizer"])
         me.publish(me.committed or 0, rrl.pack(policy.state_dict()))

@@ -7,6 +7,8 @@
 #
 # Only FAIL drains. WARN, UNKNOWN and a check that could not be made change nothing, but that a WARN is well enough to
 # take back a drain of ours. A drain by anybody else is neither overwritten nor taken back: ours begin with $OURS.
+# Where hooks have drained too many nodes lately ([hooks] in health.toml), a FAIL does not drain either: a line in the
+# system's log says so.
 
 RRL=/opt/rrl/bin/rrl            # on a disk of the node: neither a home nor a shared file system may be in its path
 CONFIG=/etc/rrl/health.toml     # the site's rules, if there are any
@@ -18,7 +20,7 @@ export PATH
 node=${SLURMD_NODENAME:-$(hostname -s)}
 
 # Slurm kills this program after 60 s. A reader that hangs in the kernel keeps stderr open, and $( ) would wait for that.
-said=$(timeout -k 5 45 "$RRL" health check --within 30s 2>/dev/null)
+said=$(timeout -k 2 34 "$RRL" health check --within 25s 2>/dev/null)
 code=$?
 line=$(printf '%s\n' "$said" | head -n 1)
 verdict=${line%% *}
@@ -35,10 +37,11 @@ case $(printf '%s\n' "$shown" | sed -n 's/.*State=\([^ ]*\).*/\1/p') in
     *) drained=no ;;
 esac
 
-if [ "$verdict" = FAIL ] && [ $drained = no ]; then
-    case $reason in '' | "$OURS"*) ;; *) exit 0 ;; esac     # down, failing ... for a reason of somebody else's
+if [ "$verdict" = FAIL ]; then
+    case $reason in '' | "$OURS"*) ;; *) exit 0 ;; esac     # drained, down ... for a reason of somebody else's
     why=$(printf '%s' "${line#FAIL }" | tr -c 'A-Za-z0-9 .,:;/@_()+-' '_' | cut -c1-150)
-    scontrol update nodename="$node" state=drain reason="$OURS $why"
+    outcome=$(timeout -k 5 20 "$RRL" health drain-node --node "$node" --why "$why" 2>&1) ||
+        logger -p daemon.warning -t rrl-healthcheck "FAIL, but the node stays in use: $outcome ($why)"
 elif [ "$verdict" != FAIL ] && [ $drained = yes ]; then
     case $reason in "$OURS"*) scontrol update nodename="$node" state=resume ;; esac
 fi

@@ -30,10 +30,14 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
     mounts: tuple[str, ...] = ("/", "/tmp")
     """paths that the node needs; the caller adds the run's folder and the home"""
+    mounts_within: float = 10.0
+    """s that such a path has to answer (NVRx' storage check: the same)"""
     exporter: str = "http://127.0.0.1:9400/metrics"
     """dcgm-exporter's metrics (its default port)"""
     dcgmi: str = "dcgmi"
     """DCGM's command, by path or looked up in PATH"""
+    dcgm_user: str = ""
+    """user besides root to whom the exporter, DCGM's host engine and ``dcgmi`` may belong"""
     diag: bool = False
     """run ``dcgmi diag -r 1 -j`` once: it takes seconds, and its software checks use the GPUs"""
     sysfs: str = "/sys"

@@ -1,16 +1,23 @@
 """DCGM: the metrics of a dcgm-exporter on this node, and ``dcgmi health`` and ``dcgmi diag`` where installed.
 
 No library of DCGM is loaded. Health watches are the site's to set (``dcgmi health -s a``); we ask for their result.
+
+Any user may listen where nobody does, and call it dcgm-exporter or DCGM's host engine. Either is believed only if its
+port belongs to root or the site's ``readers.dcgm_user``; the command ``dcgmi`` is run only if its file does. Of which
+GPUs they may speak is checked by :class:`rrl.health.seen.Seen`, which also knows what NVML says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
 
 from rrl.health.readers import Absent, ReaderOptions, dcgm_text
+from rrl.health.readers.trust import NotTrusted, check_listener, check_program, trusted_uids
 from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident
 
 HEALTH_EVERY = 60.0
@@ -19,6 +26,8 @@ _EXPORTER_WITHIN = 4.0
 _HEALTH_WITHIN = 8.0
 _DIAG_WITHIN = 150.0
 """s; ``-r 1`` takes some 30 s with eight GPUs (peers.md 5a), and DCGM lets diagnostics wait for one another"""
+HOSTENGINE_PORT = 5555
+"""of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default"""
 _PAGE_MOST = 1 << 24
 _CHUNK = 1 << 16
 
@@ -50,7 +59,7 @@ class DcgmReader:
         unread: dict[str, str] = {}
         gpus: tuple[DcgmGpu, ...] = ()
         try:
-            gpus = self._metrics(_get(self._options.exporter))
+            gpus = self._metrics(self._page())
         except _Unread as error:
             unread["exporter"] = str(error)
         program = _program(self._options.dcgmi)
@@ -64,10 +73,48 @@ class DcgmReader:
             self._check(program)
         if program is not None and self._health_unread:
             unread["health"] = self._health_unread
-        return DcgmData(gpus, self._incidents + self._diag(program, unread), unread, self._health_at)
+        incidents = self._incidents + self._diag(program, unread)
+        return DcgmData(gpus, incidents, unread, self._health_at, self._gpus_of_the_driver())
 
     def close(self) -> None:
         pass
+
+    def _page(self) -> str:
+        """The exporter's metrics, if the exporter may be believed. Raises _Unread.
+
+        Asked before and after: whoever takes the port for a moment while the exporter restarts is seen at one of them.
+        """
+        host, port, path = _place(self._options.exporter)
+        try:
+            trusted = trusted_uids(self._options.dcgm_user)
+            check_listener(self._options.proc, port, trusted)
+            page = _get(host, port, path)
+            check_listener(self._options.proc, port, trusted)
+        except NotTrusted as error:
+            raise _Unread(f"{self._options.exporter}: {error}") from None
+        return page
+
+    def _run(
+        self, argv: list[str], within: float, understand: Callable[[str], tuple[DcgmIncident, ...]]
+    ) -> tuple[DcgmIncident, ...]:
+        """What a ``dcgmi`` command says, if it and the host engine that it asks may be believed. Raises _Unread."""
+        try:
+            trusted = trusted_uids(self._options.dcgm_user)
+            check_program(argv[0], trusted)
+            check_listener(self._options.proc, HOSTENGINE_PORT, trusted)
+        except (NotTrusted, OSError) as error:
+            raise _Unread(f"{self._options.dcgmi}: {error}") from None
+        return _run(argv, within, understand)
+
+    def _gpus_of_the_driver(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that the driver lists; of one that is not in use it may not know it (``GPU-????...``)."""
+        found: list[str] = []
+        folder = f"{self._options.proc}/driver/nvidia/gpus"
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(folder)):
+                with contextlib.suppress(OSError), open(f"{folder}/{name}/information") as file:
+                    found += re.findall(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", file.read(), re.MULTILINE)
+        return tuple(found)
 
     def _metrics(self, page: str) -> tuple[DcgmGpu, ...]:
         gpus: dict[str, dict[str, float]] = {}
@@ -111,7 +158,7 @@ class DcgmReader:
     def _check(self, program: str) -> None:
         self._incidents, self._health_unread = (), ""
         try:
-            self._incidents = _run([program, "health", "-c", "-j"], _HEALTH_WITHIN, self._health)
+            self._incidents = self._run([program, "health", "-c", "-j"], _HEALTH_WITHIN, self._health)
         except _Unread as error:
             self._health_unread = str(error)
 
@@ -128,7 +175,7 @@ class DcgmReader:
         if self._diagnosed is None:
             argv = [program, "diag", "-r", "1", "-j"]
             try:
-                self._diagnosed = _run(argv, _DIAG_WITHIN, lambda text: dcgm_text.diag(text, self._uuids))
+                self._diagnosed = self._run(argv, _DIAG_WITHIN, lambda text: dcgm_text.diag(text, self._uuids))
             except _Unread as error:
                 self._diagnosed = str(error)
         if isinstance(self._diagnosed, str):
@@ -157,17 +204,24 @@ def _run(
         raise _Unread(f"{' '.join(argv[1:3])}: {error}") from None
 
 
-def _get(url: str) -> str:
-    """The page. HTTP/1.0 by hand: urllib.request alone would take 6 MiB. Raises _Unread."""
+def _place(url: str) -> tuple[str, int, str]:
+    """Host, port and path. Raises _Unread."""
     scheme, _, rest = url.partition("://")
     place, _, path = rest.partition("/")
-    host, _, port = place.rpartition(":") if not place.endswith("]") and ":" in place else (place, "", "80")
-    if scheme != "http" or not host or not port.isdigit():
-        raise _Unread(f"{url}: only http://HOST[:PORT]/PATH is read")
+    host, _, port = place.partition(":")
+    if scheme != "http" or host != "127.0.0.1" or not port.isdigit():
+        raise _Unread(f"{url}: only http://127.0.0.1:PORT/PATH is read")
+    return host, int(port), path
+
+
+def _get(host: str, port: int, path: str) -> str:
+    """The page. HTTP/1.0 by hand: urllib.request alone would take 6 MiB. Raises _Unread."""
+    place = f"{host}:{port}"
+    url = f"http://{place}/{path}"
     deadline = time.monotonic() + _EXPORTER_WITHIN
     page = bytearray()
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _EXPORTER_WITHIN) as line:
+        with socket.create_connection((host, port), _EXPORTER_WITHIN) as line:
             line.sendall(f"GET /{path} HTTP/1.0\r\nHost: {place}\r\nAccept: text/plain\r\n\r\n".encode())
             while len(page) < _PAGE_MOST:
                 left = deadline - time.monotonic()

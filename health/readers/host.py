@@ -34,11 +34,11 @@ class HostReader:
     name = "host"
     every = 10.0
     within = 30.0
-    """more than a mount has (:data:`rrl.health.readers.mounts.WITHIN`)"""
+    """more than mounts have (:attr:`rrl.health.readers.ReaderOptions.mounts_within`)"""
 
     def __init__(self, options: ReaderOptions) -> None:
         self._proc, self._sysfs = options.proc, options.sysfs
-        self._mounts = Mounts(options.mounts)
+        self._mounts = Mounts(options.mounts, options.mounts_within)
         self._stuck: _Seen = {}
         self._zombies: _Seen = {}
         self._kernel: set[int] = set()

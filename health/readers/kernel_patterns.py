@@ -1,6 +1,14 @@
-"""Lines of the kernel log that mean something, each with where its form was seen. Pure: bytes in, event out.
+"""Messages of the kernel log that mean something, each with where its form was seen. Pure: bytes in, event out.
 
-Groups: ``xid``, ``pci``, ``pid``, ``device``. The first pattern that matches a line names its kind.
+The kernel prints names that users choose: a crashing program's ``comm`` and the name of its file, or the prefix of a
+packet filter's rule. No node may be drained through such a name:
+
+- Every pattern is matched at the start of the message and holds more fixed text than a ``comm`` (15 bytes) can imitate,
+  or reaches to the end of the message.
+- A message that begins with such a name (:data:`_BEGINS_WITH_A_NAME`) or is a packet filter's is dropped before any
+  pattern is looked at: the name may imitate the beginning of a pattern, and a file's name the rest.
+
+Groups: ``xid``, ``pci``, ``pid``, ``device``. The first pattern that matches a message names its kind.
 """
 
 from __future__ import annotations
@@ -19,6 +27,28 @@ OFF_THE_BUS = 79
 """the Xid of a GPU that is gone; drivers also say it without a number"""
 
 _PCI = rb"(?:PCI:)?(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.\d)?"
+_BUS = rb"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
+_OF_A_DRIVER = rb"(?:[\w-]+ " + _BUS + rb":? |[\w-]+ [\w.:-]+\.[\w-]+ )?(?:[\w.@-]+: ){0,2}"
+"""``dev_printk``'s beginning: driver and bus (PCI, or a platform's such as ``ff0e0000.ethernet``), then names of the
+interface, as drivers repeat it"""
+_END = rb"[.!]?\s*$"
+
+_COMM = rb"(?:\\x[0-9a-f]{2}|[^\\]){0,15}"
+"""a program's ``comm``, which it sets as it likes (prctl PR_SET_NAME): at most 15 bytes (linux include/linux/sched.h:
+TASK_COMM_LEN), of which /dev/kmsg writes those that are not printable as ``\\x0a``"""
+_BEGINS_WITH_A_NAME = re.compile(
+    # linux arch/*/kernel, arch/x86/mm/fault.c: ``NAME[77]: segfault at ...``, ``traps: NAME[77] general protection
+    # ...``, ``umip: NAME[77] ip:...``, ``NAME[77]: unhandled exception``, ``NAME[77] bad frame in ...``; the file's
+    # name follows. ``NAME (77): drop_caches: 3``, ``mmap: NAME (77): VmData ...``
+    rb"(?:[\w-]+: )?" + _COMM + rb"(?:\[\d+\]| ?\(\d+\))[ :]"
+    # mm/oom_kill.c, mm/page_alloc.c, mm/vmalloc.c, block/blk-core.c
+    rb"|" + _COMM + rb"(?: invoked oom-killer: |: page allocation (?:failure|stalls)|: vmalloc "
+    rb"|: attempt to access beyond )"
+    # a fragment of an interrupted line of the first kind
+    rb"| in "
+)  # fmt: skip
+_PACKET_FILTER = re.compile(rb"IN=[\w.@-]* OUT=[\w.@-]* ")
+"""linux net/netfilter/nf_log_syslog.c: what stands before it is the rule's prefix, of 127 bytes"""
 
 _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     # NVIDIA, "Xid Errors": ``NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp ...``;
@@ -30,44 +60,48 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
     ("xid", rb"NVRM: (?:The NVIDIA )?GPU " + _PCI + rb"\b.*fallen off the bus"),
     # NVIDIA, Fabric Manager guide, appendix D: ``nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 24007, Fatal, Link 28 ...``
     ("sxid", rb"(?P<device>nvidia-nvswitch\d+): SXid \(" + _PCI + rb"\): (?P<xid>\d+)"),
-    # linux arch/x86/kernel/cpu/mce/core.c, drivers/firmware/efi/cper.c (``{1}[Hardware Error]: ...``)
-    ("mce", rb"\[Hardware Error\]: "),
-    ("mce", rb"mce: .*Machine check events logged"),
+    # linux arch/x86/kernel/cpu/mce/core.c, drivers/edac/mce_amd.c, drivers/firmware/efi/cper.c (``{1}[Hardware Error]:
+    # ...``), drivers/acpi/apei/bert.c (``BERT: [Hardware Error]: ...``)
+    ("mce", rb"(?:\w{1,12}: |\{\d+\})?\[Hardware Error\]: "),
+    ("mce", rb"mce: Machine check events logged"),
     ("mce", rb"mce: Uncorrected hardware memory error in "),
-    # linux drivers/edac/edac_mc.c: ``EDAC MC0: 1 UE memory read error on CPU_SrcID#0_...``; older without number
-    ("mce", rb"(?P<device>EDAC MC\d+): (?:\d+ )?[CU]E "),
+    # linux drivers/edac/edac_mc.c: ``EDAC MC0: 1 UE memory read error on CPU_SrcID#0_...``; older without number:
+    # ``EDAC MC1: UE page 0x0, offset 0x0, ...``
+    ("mce", rb"(?P<device>EDAC MC\d+): (?:\d+ )?[CU]E (?:page 0x|(?:\S.* )?on \S)"),
     # linux mm/memory-failure.c: ``Memory failure: 0x12345: recovery action for ...``
     ("mce", rb"Memory failure: 0x[0-9a-f]+: "),
     # linux mm/oom_kill.c: ``Out of memory: Killed process 123 (python) total-vm:...``, ``Memory cgroup out of ...``
-    ("oom", rb"[Oo]ut of memory(?: \([^)]*\))?: Kill(?:ed)? process (?P<pid>\d+)"),
+    ("oom", rb"(?:Memory cgroup o|O)ut of memory(?: \([^)]*\))?: Kill(?:ed)? process (?P<pid>\d+)"),
     # linux drivers/net/ethernet/mellanox/mlx5/core/health.c: ``mlx5_core 0000:65:00.0: poll_health:...: Fatal error
     # 1 detected``, ``device's health compromised``, ``health recovery failed``
-    ("nic", rb"(?P<device>mlx[45]_core [0-9a-f:]+\.\d)\b.*(?:Fatal error|health compromised|recovery (?:flow )?fail)"),
-    ("nic", rb"(?P<device>mlx5_core [0-9a-f:]+\.\d)\b.*(?:cmd_work_handler|wait_func).*timeout"),
+    ("nic", rb"(?P<device>mlx[45]_core " + _BUS + rb")\b.*(?:Fatal error|health compromised"
+            rb"|recovery (?:flow )?fail)"),
+    ("nic", rb"(?P<device>mlx5_core " + _BUS + rb")\b.*(?:cmd_work_handler|wait_func).*timeout"),
     # ``mlx5_core 0000:65:00.0 ens1f0np0: Link down``; Intel and Broadcom drivers: ``ixgbe 0000:01:00.0 eth0: NIC Link
-    # is Down``; ``eth0: NIC Link is Down``; ``igb 0000:01:00.0 eno1: igb: eno1 NIC Link is Down``. Not what begins
-    # ``eth0: Link down[77]: segfault``: that is a program's name
-    ("nic", rb"(?P<device>[\w.@-]+)(?::| NIC) (?:NIC )?[Ll]ink (?:is )?[Dd]own(?!\[)"),
+    # is Down``; ``eth0: NIC Link is Down``; ``igb 0000:01:00.0 eno1: igb: eno1 NIC Link is Down``
+    ("nic", _OF_A_DRIVER + rb"(?P<device>[\w.@-]+)(?::| NIC) (?:NIC )?[Ll]ink (?:is )?[Dd]own" + _END),
     # InfiniBand, gpud #1209: ``mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN``
-    ("nic", rb"(?P<device>mlx[45]_\d+): Port: \d+ Link DOWN"),
-    # systemd-networkd, as Meta's gcm looks for it: ``ib0: Lost carrier``
-    ("nic", rb"(?P<device>[\w.@-]+): Lost [Cc]arrier"),
+    ("nic", _OF_A_DRIVER + rb"(?P<device>mlx[45]_\d+): Port: \d+ Link DOWN" + _END),
+    # drivers that say it as systemd-networkd does, for which Meta's gcm looks: ``ib0: Lost carrier``
+    ("nic", _OF_A_DRIVER + rb"(?P<device>[\w.@-]+): Lost [Cc]arrier" + _END),
     # linux net/sched/sch_generic.c: ``NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out``
     # since 6.5: ``mlx5_core 0000:65:00.0 eth0: NETDEV WATCHDOG: CPU: 3: transmit queue 3 timed out 5001 ms``
-    ("nic", rb"(?P<device>[\w.@-]+): NETDEV WATCHDOG: .*timed out"),
+    ("nic", _OF_A_DRIVER + rb"(?P<device>[\w.@-]+): NETDEV WATCHDOG: .*timed out"),
     ("nic", rb"NETDEV WATCHDOG: (?P<device>[\w.@-]+?):? .*timed out"),
     # linux block/blk-core.c: ``[blk_update_request: ]I/O error, dev nvme0n1, sector 1 op ...``, ``critical medium
     # error, dev sda``; fs/buffer.c: ``Buffer I/O error on dev dm-0, logical block ...``
-    ("io", rb"(?:I/O|(?:critical )?(?:medium|target)) error, dev (?P<device>[\w-]+)"),
+    ("io", rb"(?:\w+: )?(?:I/O|(?:critical )?(?:medium|target)) error, dev (?P<device>[\w-]+), sector \d"),
     ("io", rb"Buffer I/O error on dev(?:ice)? (?P<device>[\w-]+)"),
-    # linux drivers/nvme/host/pci.c: ``nvme nvme0: I/O 12 QID 4 timeout, aborting``, ``controller is down; will reset``,
-    # ``Device not ready; aborting reset``, ``Removing after probe failure``
-    ("io", rb"nvme (?P<device>nvme\d+): (?:I/O .*timeout|controller is down|Device not ready|Removing after)"),
+    # linux drivers/nvme/host/pci.c: ``nvme nvme0: I/O 12 QID 4 timeout, aborting``, since 6.8 ``I/O tag 12 (100c)
+    # opcode 0x2 (Read) QID 4 timeout, ...``, ``controller is down; will reset``, ``Device not ready; aborting reset``,
+    # ``Removing after probe failure``
+    ("io", rb"nvme (?P<device>nvme\d+): (?:I/O (?:tag )?\d+ .*timeout|controller is down|Device not ready"
+           rb"|Removing after)"),
     # linux fs/ext4/super.c, fs/xfs, fs/btrfs
     ("filesystem", rb"EXT4-fs error \(device (?P<device>[\w-]+)\)"),
     ("filesystem", rb"EXT4-fs \((?P<device>[\w-]+)\): Remounting filesystem read-only"),
-    ("filesystem", rb"XFS \((?P<device>[\w-]+)\): .*(?:[Cc]orruption|(?:metadata|log) I/O error|been shut down"
-                   rb"|Shutting down)"),
+    ("filesystem", rb"XFS \((?P<device>[\w-]+)\): (?:[\w() ./-]*[Cc]orruption|(?:[Mm]etadata|[Ll]og) I/O [Ee]rror"
+                   rb"|.*(?:been shut down|Shutting down filesystem))"),
     # ``BTRFS: error (device sda1) in btrfs_commit_transaction:2323: errno=-5 IO failure``, ``BTRFS error (device ...``
     ("filesystem", rb"BTRFS:? (?:error|critical) \(device (?P<device>[\w-]+)"),
     ("filesystem", rb"BTRFS \w+ \(device (?P<device>[\w-]+)[^)]*\): forced readonly"),
@@ -79,7 +113,7 @@ _PATTERNS: tuple[tuple[Kind, bytes], ...] = (
                    rb"|Connection to \S+ \(at \S+\) was lost)"),
     # linux kernel/hung_task.c: ``INFO: task python:1234 blocked for more than 120 seconds.``; kernel/watchdog.c
     ("hung_task", rb"INFO: task .*:(?P<pid>\d+) blocked (?:in I/O wait )?for more than \d+ seconds"),
-    ("hung_task", rb"BUG: soft lockup - CPU#\d+ stuck for .*\[.*:(?P<pid>\d+)\]"),
+    ("hung_task", rb"(?:NMI )?(?:watchdog: )?BUG: soft lockup - CPU#\d+ stuck for .*\[.*:(?P<pid>\d+)\]"),
 )  # fmt: skip
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
 _PERHAPS = re.compile(
@@ -90,11 +124,14 @@ _PERHAPS = re.compile(
 
 
 def recognise(line: bytes, age: float) -> KernelEvent | None:
-    """``line``: the message, without the record's head."""
-    if _PERHAPS.search(line) is None or line.startswith(b"audit:"):  # audit's lines quote what users call their files
+    """Return what the message of one record says, or None if it says nothing of the node's health.
+
+    ``line``: the message without the record's head, as /dev/kmsg escapes it. ``age``: s since the kernel wrote it.
+    """
+    if _PERHAPS.search(line) is None or _BEGINS_WITH_A_NAME.match(line) or _PACKET_FILTER.search(line):
         return None
     for kind, pattern in _COMPILED:
-        if (match := pattern.search(line)) is not None:
+        if (match := pattern.match(line)) is not None:
             found = match.groupdict()
             return KernelEvent(
                 kind=kind, text=line.decode(errors="replace")[:TEXT_MOST], age=age,

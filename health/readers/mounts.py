@@ -1,5 +1,10 @@
 """Paths whose file systems may hang: each is looked at by a short-lived process of its own. One that does not come back
-is left where it is, and its path counts as not answering until it does."""
+is left where it is, and its path counts as not answering until it does.
+
+One process that waits proves little: its request may be lost, and the next one answered. So a path that does not answer
+is looked at by :data:`~rrl.health.readings.MOUNT_ATTEMPTS` processes within one look, started one after another. The
+path answers if any of them comes back.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,8 @@ from typing import NoReturn
 import msgspec
 
 from rrl.health.readers import lifeline
-from rrl.health.readings import Mount
+from rrl.health.readings import MOUNT_ATTEMPTS, Mount
 
-WITHIN = 10.0
-"""s for a path to answer (NVRx' storage check: the same)"""
 _LEFT_WITHIN = 0.5
 """s for left processes to end on SIGKILL when this ends"""
 _MOST = 1 << 16
@@ -38,52 +41,78 @@ class _Look(msgspec.Struct):
     pid: int
     answer: int
     """descriptor"""
+    path: str
+    began: float
+    """monotonic, s"""
+    needed: bool = True
+    """False: another process had the path's answer; this one was killed and is awaited for its end only"""
 
 
 class Mounts:
-    def __init__(self, paths: Sequence[str], within: float = WITHIN) -> None:
+    def __init__(self, paths: Sequence[str], within: float) -> None:
         self._paths = tuple(dict.fromkeys(paths))
         self._within = within
-        self._looks: dict[str, _Look] = {}
-        """those that have not come back"""
+        self._looks: dict[int, _Look] = {}
+        """by descriptor, those that have not come back"""
         self._types: dict[int, str] = {}
 
     def look(self) -> tuple[Mount, ...]:
         """Blocks for ``within`` s at most, and not for those that did not answer before."""
         self._gather((), 0.0)  # those that came back meanwhile: their answer is old, they are asked again
-        fresh = [path for path in self._paths if path not in self._looks]
-        for path in fresh:
-            self._looks[path] = _start(path)
-        found = self._gather(fresh, self._within)
-        return tuple(self._mount(path, found.get(path)) for path in self._paths)
+        hanging = {look.path for look in self._looks.values() if look.needed}
+        waiting = [path for path in self._paths if path not in hanging]
+        found: dict[str, _Seen] = {}
+        for _ in range(MOUNT_ATTEMPTS):
+            for path in waiting:
+                self._start(path)
+            found |= self._gather(waiting, self._within / MOUNT_ATTEMPTS)
+            waiting = [path for path in waiting if path not in found]
+        now = time.monotonic()
+        return tuple(self._mount(path, found.get(path), now) for path in self._paths)
 
     def close(self) -> None:
         for look in self._looks.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(look.pid, signal.SIGKILL)  # ours until it is waited for, so it is still the same process
-        self._gather(list(self._looks), _LEFT_WITHIN)
+            look.needed = True
+        deadline = time.monotonic() + _LEFT_WITHIN
+        while self._looks and (left := deadline - time.monotonic()) > 0:
+            self._gather(self._paths, left)
+
+    def _start(self, path: str) -> None:
+        look = _start(path)
+        self._looks[look.answer] = look
 
     def _gather(self, waited: Collection[str], within: float) -> dict[str, _Seen]:
-        """Answers by path: those that are there, and those of ``waited`` that come in time."""
+        """Return answers by path: those that are there, and those of ``waited`` that come in time."""
         found: dict[str, _Seen] = {}
-        waiting = set(waited)
         deadline = time.monotonic() + within
         poll = select.poll()
-        whose = {look.answer: path for path, look in self._looks.items()}
-        for fd in whose:
+        for fd in self._looks:
             poll.register(fd, select.POLLIN)
         while True:
+            asked = {look.path for look in self._looks.values() if look.needed}
+            waiting = any(path in asked and path not in found for path in waited)
             for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 if waiting else 0):
                 poll.unregister(fd)
-                path = whose[fd]
-                waiting.discard(path)
-                found[path] = _end(self._looks.pop(path))
+                look = self._looks.pop(fd)
+                seen = _end(look)
+                if look.needed:
+                    found[look.path] = seen
             if not waiting or time.monotonic() >= deadline:
-                return found
+                break
+        for look in self._looks.values():
+            if look.needed and look.path in found:
+                look.needed = False
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(look.pid, signal.SIGKILL)
+        return found
 
-    def _mount(self, path: str, seen: _Seen | None) -> Mount:
+    def _mount(self, path: str, seen: _Seen | None, now: float) -> Mount:
         if seen is None:
-            return Mount(path=path, answers=False, why=f"did not answer within {self._within:g} s")
+            begins = [look.began for look in self._looks.values() if look.needed and look.path == path]
+            return Mount(path=path, answers=False, why=f"did not answer within {self._within:g} s",
+                         attempts=len(begins), hung_for=now - min(begins, default=now))  # fmt: skip
         if seen.why:
             return Mount(path=path, answers=False, why=seen.why)
         if seen.device not in self._types:
@@ -99,7 +128,7 @@ def _start(path: str) -> _Look:
     if pid == 0:
         _see(path, say, parent)
     os.close(say)
-    return _Look(pid, answer)
+    return _Look(pid, answer, path, time.monotonic())
 
 
 def _end(look: _Look) -> _Seen:

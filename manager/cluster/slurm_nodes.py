@@ -27,7 +27,7 @@ from rrl.spec.words import NodeName
 
 OURS = "rrl:"
 """what the reason of every drain of ours begins with"""
-_LATER = " : Not responding"
+LATER = " : Not responding"
 """what slurmctld appends to the reason of a node that it loses"""
 _NO_RIGHTS = re.compile(r"Invalid user id|Access/permission denied", re.IGNORECASE)
 _NO_RESIZE = re.compile(
@@ -118,7 +118,7 @@ class SlurmNodes:
 
 
 def _base(reason: str) -> str:
-    return reason.removesuffix(_LATER)
+    return reason.removesuffix(LATER)
 
 
 def _one_line(ended: Ended) -> str:

@@ -1,5 +1,5 @@
-"""Checkpoints on shared storage: written by all members (torch.distributed.checkpoint), read only by the manifest of
-the commit record.
+"""Checkpoints on shared storage: written by all members, as files of torch.distributed.checkpoint, and read only by the
+manifest of the commit record.
 
 A checkpoint counts once the store has committed it, not before. What is written here and never committed is garbage,
 and so is what lies further back than the last few commits.
@@ -8,6 +8,7 @@ and so is what lies further back than the last few commits.
 from __future__ import annotations
 
 import errno
+import itertools
 import shutil
 import sys
 import warnings
@@ -20,9 +21,6 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from rrl.roles.checkpoint_files import (
@@ -35,15 +33,15 @@ from rrl.roles.checkpoint_files import (
     verified,
 )
 from rrl.roles.model import weights
+from rrl.roles.trainer import exchange
 from rrl.roles.trainer.gang import Gang
 from rrl.roles.trainer.layout import shard_of
 from rrl.roles.trainer.learner import Learner
+from rrl.roles.trainer.shards import METADATA, Piece, read_shards, write_metadata, write_shards
 from rrl.spec.rundir import RunDir
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # who saves alone is told that he is
 _ABOUT = "about.json"
-_METADATA = ".metadata"
-"""of torch.distributed.checkpoint: which file holds which part of which tensor"""
 
 
 class _About(Struct, frozen=True):
@@ -100,18 +98,34 @@ class Checkpoints:
         return not_written(trouble, f"{folder}: ")
 
     def _save(self, state: dict[str, Tensor], folder: Path) -> list[Path]:
-        """All members together; this one's files."""
-        rank = self._gang.rank
-        writer = FileSystemWriter(folder, sync_files=True, overwrite=False)
-        save(state, storage_writer=writer, process_group=self._gang.files, no_dist=self._gang.world == 1)
-        return [*folder.glob(f"__{rank}_*.distcp"), *([folder / _METADATA] if rank == 0 else [])]
+        """All members together; this one's files. Raises OSError or CheckpointException once all have written, or could
+        not."""
+        rank, pieces = self._gang.rank, list[Piece]()
+        failed: OSError | CheckpointException | None = None
+        try:
+            pieces = write_shards(state, folder, rank)
+        except (OSError, CheckpointException) as error:
+            failed = error
+        everybody = exchange.gather(self._gang.files, None if failed else pieces, list[Piece] | None)
+        if failed:
+            raise failed
+        made = list(folder.glob(f"__{rank}_*.distcp"))
+        if rank == 0 and None not in everybody:
+            made.append(write_metadata(folder, itertools.chain.from_iterable(filter(None, everybody))))
+        return made
 
     def _load(self, tensors: dict[str, Tensor], folder: Path, damage: str) -> None:
-        """All members together, unless one of them has found ``damage``. Raises DamagedCheckpoint then, in all."""
-        gang = self._gang
-        if damage := next(filter(None, gang.gather(damage)), ""):
+        """All members together, unless one of them has found ``damage``: then all raise DamagedCheckpoint. Raises
+        RuntimeError in all where one of them could not read."""
+        gang, trouble = self._gang, ""
+        if damage := next(filter(None, gang.gather(damage, str)), ""):
             raise DamagedCheckpoint(damage)
-        load(tensors, storage_reader=FileSystemReader(folder), process_group=gang.talk, no_dist=gang.world == 1)
+        try:
+            read_shards(tensors, folder)
+        except (OSError, CheckpointException) as error:
+            trouble = f"rank {gang.rank} could not read {folder}: {_told(error)}"
+        if troubles := list(filter(None, gang.gather(trouble, str))):
+            raise RuntimeError("; ".join(troubles))
 
     def _as_whole(self, local: Tensor, like: Tensor) -> Tensor:
         """A host copy of a shard as a part of the tensor that it is a shard of."""
@@ -128,10 +142,10 @@ class Checkpoints:
         Raises DamagedCheckpoint, in all members, when it is not what is there: nothing is loaded then."""
         gang, damage, about = self._gang, "", _About(0, ())
         names = sorted(manifest["files"])
-        mine = {*names[gang.rank :: gang.world], _ABOUT, _METADATA, _rest_file(gang.rank)}
+        mine = {*names[gang.rank :: gang.world], _ABOUT, METADATA, _rest_file(gang.rank)}
         folder = self._run_dir.path / manifest["folder"]
         try:
-            if missing := {_ABOUT, _METADATA, _rest_file(0)}.difference(names):
+            if missing := {_ABOUT, METADATA, _rest_file(0)}.difference(names):
                 raise DamagedCheckpoint(f"{manifest['folder']}: no {min(missing)} was committed, but {names}")
             verified(self._run_dir.path, manifest, only=mine)
             about = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About)
@@ -153,7 +167,7 @@ class Checkpoints:
         make_durable(made)
         mine = {path.name: digest_of(path) for path in made}
         self._reference = folder.name
-        files = {name: digest for each in gang.gather(mine) for name, digest in each.items()}
+        files = {name: digest for each in gang.gather(mine, dict[str, Digest]) for name, digest in each.items()}
         return Kept(folder.relative_to(self._run_dir.path).as_posix(), files)
 
     def read_reference(self, kept: Kept, model: nn.Module) -> None:
@@ -161,7 +175,7 @@ class Checkpoints:
         gang, damage = self._gang, ""
         try:
             names = sorted(kept.files)
-            mine = {*names[gang.rank :: gang.world], _METADATA}
+            mine = {*names[gang.rank :: gang.world], METADATA}
             verified(self._run_dir.path, {"folder": kept.folder, "files": kept.files}, only=mine)
         except DamagedCheckpoint as error:
             damage = f"the reference of kl: {error}"

@@ -1,9 +1,11 @@
 """The processes of one trainer, as they find each other: always a fresh rendezvous, in each incarnation anew.
 
 The first member opens a key-value store of torch's and announces it through the manager; the others wait to hear of it.
-torch's store and gloo take anybody's word, and whoever reaches the store can list its keys: those of each life are its
-own so that no two gangs meet by mistake. The store listens at the run's own address only. All groups are made at the
-start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
+torch's store and gloo authenticate nobody. Both listen at the run's own address only (the store on a socket that is
+bound there: torch itself binds every interface), and nothing that arrives is unpickled
+(:mod:`rrl.roles.trainer.exchange`). Whoever reaches that address can still list and change the keys of the store, and
+read and change what ranks exchange. The keys of each life are its own so that no two gangs meet by mistake. All groups
+are made at the start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +34,9 @@ import rrl
 from rrl.roles.device import given_device
 from rrl.roles.link import Stopping
 from rrl.roles.model import blocks
+from rrl.roles.trainer import exchange
 from rrl.spec.words import Life, member_id
-from rrl.transport.address import interfaces
+from rrl.transport.address import NoAddress, interfaces
 from rrl.transport.messages import Peers
 
 FORMED_BY = 60.0
@@ -98,17 +101,13 @@ class Gang:
         """Whether it is so for each member."""
         return self.sum([float(mine)])[0] == self.world
 
-    def gather(self, mine: T) -> list[T]:
-        """What each member says, by rank."""
-        if self.talk is None:
-            return [mine]
-        said: list[Any] = [None] * self.world
-        dist.all_gather_object(said, mine, group=self.talk)
-        return said
+    def gather(self, mine: T, kind: Any) -> list[T]:
+        """The value of each member, by rank; ``kind`` is their type (:func:`rrl.roles.trainer.exchange.gather`)."""
+        return exchange.gather(self.talk, mine, kind)
 
-    def from_first(self, do: Callable[[], T]) -> T:
-        """Done by the first member alone; what it gave is known to all when they return."""
-        return cast(T, self.gather(do() if self.rank == 0 else None)[0])
+    def from_first(self, do: Callable[[], T], kind: Any) -> T:
+        """What ``do``, called by the first member alone, gives, in all members; ``kind`` is its type."""
+        return exchange.from_first(self.talk, self.rank, do, kind)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -169,11 +168,14 @@ def waits_for_first(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
 
 
 def _stay_on(address: str) -> None:
-    """gloo and NCCL listen on an interface that they are told by name."""
+    """Have gloo and NCCL listen at the run's own address: they take an interface by its name. What the job's own
+    environment names stays. Raises NoAddress where no interface has the address: gloo would choose one by itself."""
     name = next((one.name for one in interfaces() if one.address == address), None)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        raise NoAddress(f"no interface has the address {address} that the ranks are to meet at")
 
 
 def _unguessable(secret: bytes, gang: Life) -> str:

@@ -9,6 +9,7 @@ for them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import torch
@@ -29,6 +30,7 @@ from rrl.roles.trainer.learner import Example, Learner, LearnerSettings
 from rrl.roles.trainer.practice import practise
 from rrl.roles.trainer.saver import MOST_UNCOMMITTED, Saver
 from rrl.roles.trainer.sharing import batches
+from rrl.spec.words import NodeName
 
 _APART = 10_000
 """between the task's seeds of warm start and run: no two runs of a study are so far apart, and datasets' seeds, which
@@ -62,7 +64,7 @@ def main() -> None:
                 learner.warm_start(_examples(me, tokenizer))
             if me.settings["kl"]:
                 with me.phase("checkpoint"):
-                    folder = gang.from_first(lambda: me.checkpoint_dir(0))
+                    folder = Path(gang.from_first(lambda: str(me.checkpoint_dir(0)), str))
                     learner.reference_kept = checkpoints.keep_reference(folder, learner.model, spec.computes_in)
         else:
             with me.phase("checkpoint"):
@@ -135,7 +137,7 @@ def _snapshots(me: rrl.Worker) -> SnapshotClient | None:
 
 
 def _buffers(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> HostBuffers:
-    nodes = gang.gather(me.node)
+    nodes = gang.gather(me.node, NodeName)
 
     def buddy() -> str | None:
         return buddy_of(me.node, nodes, me.peers.keepers) if me.peers is not None else None

@@ -22,6 +22,7 @@ from rrl.roles.trainer.gang import Gang, waits_for_first
 from rrl.roles.trainer.layout import Layout
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.saver import Note
+from rrl.spec.words import NodeName
 
 Name = tuple[int, int]
 """Of a snapshot: the step, and the incarnation that made it. Two of one name fit together."""
@@ -77,9 +78,9 @@ def usable(names: Iterable[Name], commit: Commit) -> list[Name]:
 def find(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> Found:
     """Ask who has what, agree, get it and verify it."""
     with waits_for_first(me, gang):
-        commit = gang.from_first(lambda: Commit(me.committed or 0, me.committed_manifest))
+        commit = gang.from_first(lambda: Commit(me.committed or 0, me.committed_manifest), Commit)
     places = _places(me, gang, client)
-    everybody = gang.gather(set(places))
+    everybody = gang.gather(set(places), set[Name])
     for name in usable(set.intersection(*everybody), commit):
         got = _get(client, places[name], gang.world)
         if gang.all(got is not None) and got is not None:
@@ -103,7 +104,7 @@ def load(found: Found, learner: Learner, checkpoints: Checkpoints, gang: Gang) -
         if found.commit.manifest is not None:
             checkpoints.known(found.commit.manifest)
         state = f"snapshot of batch {found.note.digest}"
-    check_same(gang.gather((learner.number, state)))
+    check_same(gang.gather((learner.number, state), tuple[int, str]))
 
 
 def check_same(said: Sequence[tuple[int, str]]) -> None:
@@ -122,12 +123,13 @@ def _places(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[N
     asks those of standbys too."""
     keepers = dict(me.peers.keepers) if me.peers is not None else {}
     here = [(me.node, kept) for kept in _listed(client, None)]
-    ours = set(gang.gather(me.node))
+    ours = set(gang.gather(me.node, NodeName))
     if gang.rank == 0:
         beside = {node: address for node, address in sorted(keepers.items()) if node not in ours}
         here += [(node, kept) for node, address in beside.items() for kept in _listed(client, address)]
     places: dict[Name, list[_Place]] = {}
-    for node, kept in sorted(set().union(*gang.gather(here)), key=lambda each: each[0] != me.node):
+    everywhere = set().union(*gang.gather(here, list[tuple[NodeName, Kept]]))
+    for node, kept in sorted(everywhere, key=lambda each: each[0] != me.node):
         if kept.rank == gang.rank and (node == me.node or node in keepers):
             address = None if node == me.node else keepers[node]
             places.setdefault((kept.step, kept.incarnation), []).append((address, kept))

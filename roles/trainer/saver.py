@@ -16,14 +16,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import torch.distributed as dist
 from msgspec import Struct
 
 import rrl
 from rrl.roles.link import Stopping
+from rrl.roles.trainer import exchange
 from rrl.roles.trainer.buffers import HostBuffers
 from rrl.roles.trainer.checkpoint import Checkpoints, Written, not_written
 from rrl.roles.trainer.gang import STANDSTILL, Gang, waits_for_first, waits_to_be_told
@@ -37,6 +37,8 @@ MOST_UNCOMMITTED = 2
 """steps done and not committed: so many host buffers there are"""
 _ROOM_AGAIN = 5.0
 """s before a full disk is tried again"""
+
+T = TypeVar("T")
 
 
 class Note(Struct, frozen=True):
@@ -135,9 +137,9 @@ class Saver:
         note = staged.note
         tensors = self.layout.views(staged.buffer)
         while True:
-            folder, trouble = self._from_first(lambda: self._fresh_folder(note.number))
-            written = [trouble]
-            if folder is not None:
+            path, trouble = self._from_first(lambda: self._fresh_folder(note.number), tuple[str, Written])
+            folder, written = Path(path), [trouble]
+            if path:
                 written = self._gather(self._checkpoints.write(folder, tensors, self._tensors, note.rest))
             troubles = [each for each in written if each.trouble]
             if not troubles:
@@ -146,34 +148,27 @@ class Saver:
                 raise OSError(troubles[0].trouble)
             if self._gang.rank == 0:
                 print(f"rrl: {troubles[0].trouble}; trying again", file=sys.stderr, flush=True)
-                if folder is not None:
+                if path:
                     shutil.rmtree(folder, ignore_errors=True)
             time.sleep(_ROOM_AGAIN)
         with waits_for_first(self._me, self._gang):
-            self._from_first(lambda: self._commit(note, folder, written))
+            self._from_first(lambda: self._commit(note, folder, written), None)
 
-    def _fresh_folder(self, number: int) -> tuple[Path | None, Written]:
-        """Or why there is none: a folder takes room too."""
+    def _fresh_folder(self, number: int) -> tuple[str, Written]:
+        """Its path; empty, with the reason, where there is none: a folder takes room too."""
         try:
-            return self._me.checkpoint_dir(number), Written({})
+            return str(self._me.checkpoint_dir(number)), Written({})
         except OSError as error:
-            return None, not_written(error)
+            return "", not_written(error)
 
     def _commit(self, note: Note, folder: Path, written: list[Written]) -> None:
         digests = {name: digest for each in written for name, digest in each.files.items()}
         self._me.commit(note.number, [folder / name for name in digests], note.metrics, digests)
         self._checkpoints.committed(folder)
 
-    def _from_first(self, do: Callable[[], Any]) -> Any:
-        """Done by the first member alone; what it gave is known to all when they return."""
-        given = [do() if self._gang.rank == 0 else None]
-        if self._gang.files is not None:
-            dist.broadcast_object_list(given, src=0, group=self._gang.files)
-        return given[0]
+    def _from_first(self, do: Callable[[], T], kind: Any) -> T:
+        """As :meth:`Gang.from_first`, on the group of this thread."""
+        return exchange.from_first(self._gang.files, self._gang.rank, do, kind)
 
     def _gather(self, mine: Written) -> list[Written]:
-        if self._gang.files is None:
-            return [mine]
-        all_of_them: list[Any] = [None] * self._gang.world
-        dist.all_gather_object(all_of_them, mine, group=self._gang.files)
-        return all_of_them
+        return exchange.gather(self._gang.files, mine, Written)

@@ -23,10 +23,12 @@ class Audit(Struct, frozen=True):
     committed: int
     steps: dict[int, tuple[int, ...]]
     """the groups of every step ever bound, uncommitted ones included"""
+    max_age: int = 0
+    """age of the oldest token that was ever bound to a step, in weight versions"""
 
 
 def audit(records: Iterable[Record]) -> Audit:
-    made = committed = 0
+    made = committed = max_age = 0
     sizes: dict[int, int] = {}
     steps: dict[int, tuple[int, ...]] = {}
     in_step: Counter[int] = Counter()
@@ -42,6 +44,8 @@ def audit(records: Iterable[Record]) -> Audit:
                 steps[number], in_step[number] = groups, trajectories
                 if isinstance(record, Settled):
                     committed = max(committed, number)
+                else:
+                    max_age = max(max_age, record.max_age)
             case Commitment(number):
                 committed = max(committed, number)
             case Dropped(group, trajectories, reason):
@@ -56,4 +60,4 @@ def audit(records: Iterable[Record]) -> Audit:
             for group in groups:
                 sizes.pop(group, None)
     trained = sum(count for number, count in in_step.items() if number <= committed)
-    return Audit(made, trained, dict(dropped), sum(sizes.values()), committed, steps)
+    return Audit(made, trained, dict(dropped), sum(sizes.values()), committed, steps, max_age)

@@ -51,7 +51,7 @@ def unpacked(batch: PackedBatch) -> Batch:
     """For reading: some 90 bytes for each token that is here."""
     prompts = {group: unpack_tokens(prompt) for group, prompt in zip(batch.groups, batch.prompts, strict=True)}
     trajectories = tuple(_unpacked(each, prompts[each.group]) for each in batch.trajectories)
-    return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale)
+    return Batch(batch.number, batch.groups, batch.digest, trajectories, batch.stale, batch.max_age)
 
 
 def _unpacked(packed: PackedTrajectory, prompt: tuple[int, ...]) -> Trajectory:

@@ -78,6 +78,8 @@ class Binding(Struct, frozen=True, tag="binding", array_like=True):
     digest: str
     stale: int = 0
     """groups of the run that had been dropped as stale before"""
+    max_age: int = 0
+    """age of the oldest token of this and all earlier bindings, in weight versions"""
 
 
 class Settled(Struct, frozen=True, tag="settled", array_like=True):

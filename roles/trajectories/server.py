@@ -15,12 +15,14 @@ import rrl
 from rrl.roles.refusal import refusing
 from rrl.roles.tasks import TaskError, load_task
 from rrl.roles.tokenizer import open_tokenizer
+from rrl.roles.trajectories.followers import Followers, report_and_look
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Answer,
     Append,
     Commit,
     Denied,
+    FollowVersions,
     GetBatch,
     GetCommitted,
     Leased,
@@ -56,6 +58,8 @@ def answer(store: Store, request: Request) -> Answer:
             return store.commit(life, number, manifest, digest)
         case GetCommitted(life):
             return store.committed(life)
+        case FollowVersions():
+            return report_and_look(store, request)
 
 
 _LOOK = 0.2
@@ -73,6 +77,10 @@ WEIGHTS_BY = 300.0
 longer than the largest models take"""
 
 
+NOTE_AFTER_S = 5.0
+"""s that the trainer waits for a batch before `rrl status` says for what: shorter waits are part of every step"""
+NOTE_INTERVAL_S = 30.0
+"""s between two notes on the same step: each is a record in the manager's journal"""
 _HEAD = 1024
 """bytes of a frame that are not the answer, and more"""
 
@@ -88,15 +96,26 @@ class Server:
     """Serves ``store`` at ``listener``. All methods belong to one asyncio loop.
 
     ``done`` is told after each round how many requests it served. Those that wait in vain are not served: a store that
-    only says so stands still, however often it is asked.
+    only says so stands still, however often it is asked. ``note`` is given what a trainer that has waited for
+    ``NOTE_AFTER_S`` waits for, in words for people, and an empty text once it has its batch.
     """
 
-    def __init__(self, store: Store, listener: Listener, done: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, store: Store, listener: Listener, done: Callable[[int], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self._store = store
         self._listener = listener
         self._done = done
+        self._note = note
+        self._unbound: int | None = None
+        """step of the batch that the trainer asks for and that is not bound yet"""
+        self._note_at = 0.0
+        """loop time (s) of the next note on it"""
+        self._noted = False
         self._arrived: list[Incoming] = []
         self._parked: list[_Parked] = []
+        self._followers = Followers(store)
         self._woken = asyncio.Event()
         self._stopping = False
         self._wanting_since: float | None = None
@@ -105,6 +124,7 @@ class Server:
     def peers(self, living: frozenset[Life]) -> None:
         """Who lives, from the manager; durable with the next round, before any later answer."""
         self._store.peers(living)
+        self._followers.membership_changed()
         self._woken.set()
 
     def stop(self) -> None:
@@ -131,9 +151,10 @@ class Server:
 
     async def _wait(self, reading: asyncio.Task[None]) -> None:
         now = asyncio.get_running_loop().time()
-        left = min((parked.until - now for parked in self._parked), default=None)
+        due = min((parked.until for parked in self._parked), default=math.inf)
+        left = max(0.0, min(due, self._followers.due) - now)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(left if left < math.inf else None):
                 await self._woken.wait()
         self._woken.clear()
         await asyncio.sleep(0)  # whoever came at the same time is read now, and shares our flush
@@ -143,34 +164,56 @@ class Server:
     async def _round(self) -> None:
         """Answer all that is here, make it durable by one flush, and only then tell."""
         now = asyncio.get_running_loop().time()
-        here = self._parked + [_Parked(each, now + getattr(each.message, "wait", 0.0)) for each in self._arrived]
+        here = self._parked
+        for incoming in self._arrived:
+            if isinstance(incoming.message, FollowVersions):
+                self._followers.add(incoming, now)
+            else:
+                here.append(_Parked(incoming, now + getattr(incoming.message, "wait", 0.0)))
         self._arrived, self._parked = [], []
         answers: list[tuple[Incoming, Answer | msgspec.Raw]] = []
         batches: dict[int, msgspec.Raw | Denied] = {}
         for each in _once(here):
-            said = self._answer(each.incoming.message, batches)
+            said = self._answer(each.incoming.message, batches, now)
             if now < each.until and said in _EMPTY:
                 self._parked.append(each)
             else:
                 answers.append((each.incoming, said))
+        news = self._followers.answers(now)  # no work done: a store that tells of versions only stands still
         self._store.flush()
-        for incoming, said in answers:
+        for incoming, said in (*answers, *news):
             await self._listener.send(incoming.peer, said, incoming.ask)
         served = sum(said not in _NO_WORK and not isinstance(said, Denied) for _, said in answers)
         self._done(served)
         self._want_weights(now, served, [said for _, said in answers])
+        self._note_wait(now)
         if warning := self._store.warning():
             print(f"rrl: {warning}", flush=True)
 
-    def _answer(self, request: Request, batches: dict[int, msgspec.Raw | Denied]) -> Answer | msgspec.Raw:
+    def _answer(
+        self, request: Request, batches: dict[int, msgspec.Raw | Denied], now: float
+    ) -> Answer | msgspec.Raw:  # fmt: skip
         """A batch, of which every member of a trainer may want its own copy, is made and encoded once a round."""
         if not isinstance(request, GetBatch):
             return answer(self._store, request)
         if no := self._store.bind(request.life, request.number):
+            if isinstance(no, NotYet) and self._unbound != request.number:
+                self._unbound, self._note_at = request.number, now + NOTE_AFTER_S
             return no
+        if request.number == self._unbound:
+            self._unbound = None
         if request.number not in batches:
             batches[request.number] = _encoded(self._store.batch(request.life, request.number))
         return batches[request.number]
+
+    def _note_wait(self, now: float) -> None:
+        """Say what the trainer waits for, once in a while, and that it waits no more."""
+        if self._unbound is None and self._noted:
+            self._noted = False
+            self._note("")
+        elif self._unbound is not None and now >= self._note_at:
+            self._noted, self._note_at = True, now + NOTE_INTERVAL_S
+            self._note(self._store.waiting(self._unbound) or "")
 
     def _want_weights(self, now: float, served: int, answers: Sequence[Answer | msgspec.Raw]) -> None:
         """A trainer that waits for a batch has published, or should have, what the rollouts wait for."""
@@ -182,7 +225,8 @@ class Server:
             elif now - self._wanting_since >= WEIGHTS_BY:
                 self._wanting_since = math.inf
                 print("rrl: warning: the trainer waits for a batch, and the rollouts for newer weights than they have:"
-                      " with [sampling] staleness they must be published after each step", flush=True)  # fmt: skip
+                      " with [sampling] staleness = N a trainer must publish at least once in N + 1 steps",
+                      flush=True)  # fmt: skip
 
 
 def _once(here: Iterable[_Parked]) -> Iterator[_Parked]:
@@ -240,6 +284,7 @@ def _longest(job: Mapping[str, Any]) -> float:
 
 def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
     sampling = me.job["sampling"]
+    staleness = sampling.get("staleness")  # of a run that an earlier rrl began: None, or no such key
     return Store(
         me.run_dir.store,
         group_size=sampling["group_size"],
@@ -248,7 +293,8 @@ def _open_store(me: rrl.Worker, prompts: Callable[[int], Prompt]) -> Store:
         max_new_tokens=sampling["max_new_tokens"],
         next_prompt=prompts,
         keep_uncommitted=me.job["roles"]["trainer"]["uncommitted"],
-        staleness=sampling.get("staleness"),  # of a run that an earlier rrl began there is no such key
+        staleness=staleness if isinstance(staleness, int) else None,
+        waits=sampling.get("late", "wait") == "wait",
     )
 
 
@@ -256,7 +302,7 @@ async def _serve(me: rrl.Worker, store: Store) -> None:
     loop = asyncio.get_running_loop()
     epoch = me.launch.life.incarnation
     listener = await Listener.open(me.keys, Request, epoch=epoch, host=me.host, bounds=TO_STORE)
-    server = Server(store, listener, me.progress)
+    server = Server(store, listener, me.progress, me.note)
 
     def heard(peers: Peers) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is served any more

@@ -73,6 +73,8 @@ class State:
         self.fences: dict[ReplicaId, int] = {}
         self.stale = 0
         """groups dropped for the age of their tokens, ever"""
+        self.max_age = 0
+        """age of the oldest token that was ever bound, in weight versions"""
 
     def apply(self, record: Record) -> None:
         match record:
@@ -87,6 +89,7 @@ class State:
                 self._make(record)
             case Binding(number, groups):
                 self.bindings[number] = record
+                self.max_age = record.max_age
                 for group in groups:
                     self.groups[group].bound = number
             case Commitment(number):
@@ -166,13 +169,17 @@ class State:
         seen = hashlib.sha256(str(number).encode())
         for track in tracks:
             seen.update(encode((track.id, track.group.made.prompt, track.pieces, track.score)))
-        return Binding(number, groups, len(tracks), seen.hexdigest(), self.stale)
+        oldest = (self.groups[group].oldest for group in groups)
+        ages = [number - 1 - step for step in oldest if step is not None]
+        return Binding(number, groups, len(tracks), seen.hexdigest(), self.stale, max([self.max_age, *ages]))
 
     def batch(self, number: int) -> PackedBatch:
         binding = self.bindings[number]
         prompts = tuple(self.groups[group].made.prompt for group in binding.groups)
         trajectories = tuple(as_packed(track) for track in self._tracks(binding.groups))
-        return PackedBatch(number, binding.groups, binding.digest, prompts, trajectories, binding.stale)
+        return PackedBatch(
+            number, binding.groups, binding.digest, prompts, trajectories, binding.stale, binding.max_age
+        )
 
     def _tracks(self, groups: Iterable[int]) -> list[Track]:
         return [track for group in groups for track in self.groups[group].tracks]

@@ -37,13 +37,16 @@ from rrl.roles.trajectories.types import (
     Denied,
     Done,
     Leased,
+    NewestVersion,
     NotYet,
     Prompt,
     Score,
     Scoring,
     Segment,
 )
+from rrl.roles.trajectories.versions import VersionDirectory, is_publisher
 from rrl.spec.words import Life
+from rrl.transport.messages import Holder
 
 UNASKABLE = "no prompt could be made of the item"
 """the reason of each group that was dropped before it was begun"""
@@ -56,7 +59,8 @@ class Store:
     dropped.
 
     At most ``(max_ahead_batches + 1) * groups_per_batch`` groups are under way beyond what is bound: back-pressure on
-    the rollouts. ``staleness`` bounds the age of tokens (:mod:`rrl.roles.trajectories.freshness`; None: no limit).
+    the rollouts. ``staleness`` bounds the age of tokens (:mod:`rrl.roles.trajectories.freshness`; None: no limit);
+    ``waits``: a step waits for the groups that no later step may train, else these are dropped.
     The trainer may be in a step while ``keep_uncommitted`` before it are done and not committed: so many bindings, and
     one more, are ahead of the committed step.
     Opening it supersedes whoever has it open. Raises LogDamaged when what was durable cannot be read.
@@ -74,6 +78,7 @@ class Store:
         next_prompt: Callable[[int], Prompt],
         keep_uncommitted: int = 1,
         staleness: int | None = None,
+        waits: bool = True,
         compact_from: int = 32 * 2**20,
     ) -> None:
         self._group_size = group_size
@@ -87,24 +92,34 @@ class Store:
         self._to_say: str | None = None
         """of the first such item, once in this life"""
         self._said = False
+        self._newest_weights: int | None = None
+        """step of the newest weights that a rollout had when it asked for work, in this life"""
         self._believed = Believed()
         self._writing = Leases()
         self._scoring = Leases()
+        self._versions = VersionDirectory()
         self._durable = Durable(folder, compact_from)
         self._state = self._durable.state
-        self._freshness = Freshness(self._state, staleness, groups_per_batch)
+        self._freshness = Freshness(self._state, staleness, groups_per_batch, waits)
         self._index()
-        self._drop_stale()  # a crash came between, or the run goes on with another limit
+        self._drop_misfits()  # the run goes on with another limit, or a crash came between a binding and the drop
 
     def _index(self) -> None:
-        """Heaps for finding the oldest quickly; entries that no longer fit are skipped when they come up."""
+        """Heaps for finding quickly what comes first; entries that no longer fit are skipped when they come up.
+
+        Unfinished trajectories and complete groups come in the order of their group's last step, then of their number:
+        without a limit by number alone."""
         tracks, groups = self._state.tracks.values(), self._state.groups
-        self._unfinished = [track.id for track in tracks if not track.finished]
+        begun = self._freshness.begun
+        self._unfinished = [(begun(track.group), track.id) for track in tracks if not track.finished]
         self._unscored = [track.id for track in tracks if track.finished and track.score is None]
-        self._ready = [number for number, group in groups.items() if group.bound is None and not group.unscored]
+        self._ready = [
+            (begun(group), number) for number, group in groups.items() if group.bound is None and not group.unscored
+        ]
         self._unbound = sum(group.bound is None for group in groups.values())
-        for heap in (self._unfinished, self._unscored, self._ready):
-            heapify(heap)
+        heapify(self._unfinished)
+        heapify(self._unscored)
+        heapify(self._ready)
 
     def flush(self) -> None:
         """Make everything answered so far durable. After OSError or Superseded this store must be thrown away and
@@ -126,9 +141,10 @@ class Store:
             if self._state.fences.get(gang.replica, gang.incarnation) < gang.incarnation:
                 self._durable.write(Fence(gang.replica, gang.incarnation))
         for trajectory in self._writing.keep(self._believed.living):
-            heappush(self._unfinished, trajectory)
+            self._offer(self._state.tracks[trajectory])
         for trajectory in self._scoring.keep(self._believed.living):
             heappush(self._unscored, trajectory)
+        self._versions.remove(lambda life: self._believed.refused(life) is not None)
 
     def _not_a_worker(self, life: Life) -> Denied | NotYet | None:
         if why := self._believed.refused(life):
@@ -150,44 +166,88 @@ class Store:
             self._durable.write(Fence(gang.replica, gang.incarnation))
         return None
 
+    # ── weight versions ────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def newest_version(self) -> NewestVersion | None:
+        """The newest weight version and who serves it; another object after each change."""
+        return self._versions.newest
+
+    def report_version(self, holder: Holder) -> Denied | NotYet | None:
+        """Take note of the version that ``holder`` serves, if it serves one. None: the report counts. A trainer that
+        was succeeded is denied, and so is a version that its trainer says another incarnation published."""
+        life, version = holder.life, holder.holds
+        if not is_publisher(life):
+            no: Denied | NotYet | None = self._not_a_worker(life)
+        elif life != life.gang or (version is not None and version.incarnation != life.incarnation):
+            no = Denied(f"{life} does not publish {version}")
+        else:
+            no = self._not_the_trainer(life)
+        if no is None:
+            self._versions.report(holder)
+        return no
+
     # ── rollouts ───────────────────────────────────────────────────────────────────────────────────────────────────
     def lease_work(
         self, life: Life, at_most: int, holding: Sequence[int] = (), weights: int | None = None
     ) -> Leased | Denied | NotYet:
-        """The oldest unfinished trajectories, with what was made of them; new groups as far as there is room. None that
-        would be too old in the end for having been grown by these ``weights`` (a step's)."""
+        """Unfinished trajectories, those of the group with the earliest last step first, with what was made of them;
+        new groups as far as there is room. None that a rollout with these ``weights`` (a step's) may not work on."""
         if no := self._not_a_worker(life):
             return no
         for trajectory in holding:
             track = self._state.tracks.get(trajectory)
             if track is not None and not track.finished and self._is_of(track, life):
                 self._writing.take(trajectory, life)  # again, after we restarted
+                if self._freshness.admits(track.group, weights):
+                    self._begin(track.group, weights)
+        if weights is not None:
+            self._newest_weights = max(weights, self._newest_weights or 0)
         again = sorted(self._writing.held(life).difference(holding))[:at_most]
         tracks = [self._state.tracks[trajectory] for trajectory in again]
-        end = self._freshness.end(weights)
-        while len(tracks) < at_most and (track := self._next_unfinished(end)) is not None:
+        while len(tracks) < at_most and (track := self._next_unfinished(weights)) is not None:
             self._writing.take(track.id, life)
+            self._begin(track.group, weights)
             tracks.append(track)
-        outdated = not tracks and at_most > 0 and end <= self._line() < math.inf
+        outdated = not tracks and at_most > 0 and (self._first_unfinished() is not None or self._has_room)
         return Leased(tuple(as_item(track, self._max_new) for track in tracks), outdated)
 
-    def _next_unfinished(self, end: float) -> Track | None:
-        """The next one that nobody holds, of a group before ``end``; one of a new group if there is room for it."""
-        if (number := self._line()) >= end:
-            return None
-        if number == self._state.next_group:
+    def _next_unfinished(self, weights: int | None) -> Track | None:
+        """The next trajectory that nobody holds; one of a new group if there is none and there is room for a group.
+        None also where a rollout with these weights may not work on it: then it may not work on any later one."""
+        if (first := self._first_unfinished()) is None and self._has_room and self._freshness.admits(None, weights):
             self._make_group()
-        return self._state.tracks[heappop(self._unfinished)]
+            first = self._first_unfinished()
+        if first is None or not self._freshness.admits(first.group, weights):
+            return None
+        heappop(self._unfinished)
+        return first
 
-    def _line(self) -> float:
-        """The number of the group whose turn it is to be worked on; the next new one's if there is room for one, inf
-        if there is none."""
+    def _first_unfinished(self) -> Track | None:
+        """The unfinished trajectory that nobody holds and that comes first; it stays in the heap."""
         while self._unfinished:
-            track = self._state.tracks.get(self._unfinished[0])
-            if track is not None and not track.finished and self._writing.holder(track.id) is None:
-                return track.group.made.group
+            begun, trajectory = self._unfinished[0]
+            track = self._state.tracks.get(trajectory)
+            free = track is not None and not track.finished and self._writing.holder(trajectory) is None
+            if track is not None and free and begun == self._freshness.begun(track.group):
+                return track
             heappop(self._unfinished)
-        return self._state.next_group if self._unbound < self._most_unbound else math.inf
+        return None
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another group may be made."""
+        return self._unbound < self._most_unbound
+
+    def _offer(self, track: Track) -> None:
+        """Put an unfinished trajectory that nobody holds into the heap."""
+        heappush(self._unfinished, (self._freshness.begun(track.group), track.id))
+
+    def _begin(self, group: Group, weights: int | None) -> None:
+        """Count the group as begun with these weights; its other trajectories move up in the heap."""
+        if self._freshness.begin(group, weights):
+            for track in group.tracks:
+                if not track.finished and self._writing.holder(track.id) is None:
+                    self._offer(track)
 
     def _make_group(self) -> None:
         """Of the next item that has a prompt; those before it are dropped, and take nobody's turn."""
@@ -196,8 +256,8 @@ class Store:
         number, first = self._state.next_group, self._state.next_trajectory
         self._durable.write(Made(number, first, self._group_size, prompt.item, pack_tokens(prompt.tokens)))
         self._unbound += 1
-        for trajectory in range(first, first + self._group_size):
-            heappush(self._unfinished, trajectory)
+        for track in self._state.groups[number].tracks:
+            self._offer(track)
 
     def _prompt(self, number: int) -> Prompt | None:
         """None: there is none, and the item is dropped. Raises ValueError when that is so of ALL_UNASKABLE in a row."""
@@ -228,20 +288,16 @@ class Store:
         return holder == life or (holder is None and track.writer in (None, life))
 
     def append(self, life: Life, segments: Sequence[Segment], finished: Sequence[int] = ()) -> Done | Denied | NotYet:
-        """All of it or nothing. The same words again change nothing. A group with a token that is too old is dropped
-        instead; its trajectories are lost to whoever works on them."""
+        """All of it or nothing. The same words again change nothing. A trajectory whose new tokens are too old for its
+        group to be trained in time is lost to whoever works on it (:meth:`_keep_fresh`)."""
         if no := self._not_a_worker(life):
             return no
         try:
             pieces = [pack(segment) for segment in segments]
         except (OverflowError, ValueError) as error:
             return Denied(f"malformed segment: {error}")
-        for piece in pieces:
-            if self._may_write(life, piece.trajectory):
-                group = self._state.tracks[piece.trajectory].group
-                if self._freshness.refuses(group, piece.step):
-                    self._drop(group, self._freshness.reason)
-        lost = {piece.trajectory for piece in pieces if not self._may_write(life, piece.trajectory)}
+        lost = {piece.trajectory for piece in pieces if not self._keep_fresh(life, piece)}
+        lost.update(piece.trajectory for piece in pieces if not self._may_write(life, piece.trajectory))
         lost.update(trajectory for trajectory in finished if not self._may_write(life, trajectory))
         fresh, ends = self._news(pieces, finished, lost)
         if lost:
@@ -254,6 +310,26 @@ class Store:
             self._writing.release(trajectory)
             heappush(self._unscored, trajectory)
         return Done()
+
+    def _keep_fresh(self, life: Life, piece: Piece) -> bool:
+        """Whether the trajectory's group can still be trained in time with this piece in it. If not, the trajectory is
+        offered to another rollout (``waits``), or the group is dropped."""
+        if not self._may_write(life, piece.trajectory):
+            return False
+        track = self._state.tracks[piece.trajectory]
+        group = track.group
+        if group.bound is not None or self._freshness.admits(group, piece.step):
+            self._begin(group, piece.step)
+            return True
+        if self._freshness.waits:
+            self._writing.release(track.id)
+            self._offer(track)
+            return False
+        if self._freshness.too_old(piece.step):
+            self._drop(group, self._freshness.reason)
+            return False
+        self._begin(group, piece.step)
+        return True
 
     def _may_write(self, life: Life, trajectory: int) -> bool:
         track = self._state.tracks.get(trajectory)
@@ -312,7 +388,8 @@ class Store:
             self._scoring.release(score.trajectory)
         for group in {tracks[score.trajectory].group for score in fresh}:
             if not group.unscored:
-                heappush(self._ready, group.made.group)
+                self._freshness.complete(group)
+                heappush(self._ready, (self._freshness.begun(group), group.made.group))
         for trajectory, why in (failed or {}).items():
             if trajectory in tracks and tracks[trajectory].finished and tracks[trajectory].score is None:
                 self._drop(tracks[trajectory].group, why)
@@ -323,15 +400,16 @@ class Store:
         if group.bound is None:
             self._unbound -= 1
             if not group.unscored:
-                self._ready.remove(group.made.group)
+                self._ready.remove((self._freshness.begun(group), group.made.group))
                 heapify(self._ready)
+            self._freshness.forget(group, complete=not group.unscored)
         for track in group.tracks:
             self._writing.release(track.id)
             self._scoring.release(track.id)
         self._durable.write(Dropped(group.made.group, len(group.tracks), reason))
 
-    def _drop_stale(self) -> None:
-        for group in list(self._freshness.stale()):
+    def _drop_misfits(self) -> None:
+        for group in list(self._freshness.misfits()):
             self._drop(group, self._freshness.reason)
 
     def warning(self) -> str | None:
@@ -359,8 +437,10 @@ class Store:
         return self.bind(life, number) or Bound(self._state.batch(number))
 
     def bind(self, life: Life, number: int) -> NotYet | Denied | None:
-        """Rule 2: the groups of step ``number``, chosen once for ever. None: they are, and :meth:`batch` tells. What is
-        too old for the step after it is dropped with it; so all that is there to be chosen from is in time."""
+        """Rule 2: choose the groups of step ``number``, those with the earliest last step first; they stay its groups
+        for ever. Returns None once they are chosen, and :meth:`batch` has them. NotYet while too few are complete, or
+        while a group is not that no later step can train in time. Where steps do not wait for such groups
+        (``waits``), those that are too old for the step after ``number`` are dropped."""
         if no := self._not_the_trainer(life):
             return no
         if number in self._state.bindings:
@@ -370,11 +450,46 @@ class Store:
             return Denied(f"batch {number} is out of order: {committed} is committed, {latest} the latest bound")
         if latest - committed > self._keep_uncommitted or len(self._ready) < self._per_batch:
             return NotYet()
-        chosen = tuple(heappop(self._ready) for _ in range(self._per_batch))
+        if self._freshness.blocked() is not None:
+            return NotYet()
+        chosen = tuple(heappop(self._ready)[1] for _ in range(self._per_batch))
+        for group in chosen:
+            self._freshness.forget(self._state.groups[group], complete=True)
         self._durable.write(self._state.bind(number, chosen))
         self._unbound -= len(chosen)
-        self._drop_stale()
+        if not self._freshness.waits:
+            self._drop_misfits()
         return None
+
+    def waiting(self, number: int) -> str | None:
+        """What a trainer that asks for batch ``number`` waits for, in words for a person; None: the batch is there."""
+        if number in self._state.bindings:
+            return None
+        if self._state.latest - self._state.committed > self._keep_uncommitted:
+            return f"the trainer waits for the commit of step {self._state.committed + 1}"
+        if (weights := self._freshness.blocked()) is not None:
+            return f"the trainer waits for {self._described(self._freshness.incomplete(weights))}"
+        if (missing := self._per_batch - len(self._ready)) <= 0:
+            return None
+        oldest, newest = self._freshness.oldest_allowed, self._newest_weights
+        if oldest is not None and newest is not None and newest < oldest:
+            return (
+                f"the trainer waits for step {number}, the rollouts for weights of step {oldest} or newer: theirs are"
+                f" of step {newest}; a trainer must publish at least once in {self._freshness.publish_every} steps"
+            )
+        return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
+
+    def _described(self, groups: Sequence[Group]) -> str:
+        """The groups, who works on the first of them, and their last steps."""
+        first, last = groups[0], groups[-1]
+        holders = sorted({str(life) for track in first.tracks if (life := self._writing.holder(track.id)) is not None})
+        working = f" ({', '.join(holders)})" if holders else ""
+        steps = f"{self._freshness.last_step(first):g}"
+        if len(groups) == 1:
+            return f"group {first.made.group}{working}: its last step is {steps}"
+        if self._freshness.begun(first) != self._freshness.begun(last):
+            steps += f" to {self._freshness.last_step(last):g}"
+        return f"group {first.made.group}{working} and {len(groups) - 1} more: their last step is {steps}"
 
     def commit(self, life: Life, number: int, manifest: dict[str, Any], digest: str) -> Done | Denied:
         """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right."""

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from rrl.spec.words import Life, Version
+from rrl.transport.messages import Holder
 
 
 class Segment(Struct, frozen=True, array_like=True):
@@ -74,6 +75,8 @@ class Batch(Struct, frozen=True):
     trajectories: tuple[Trajectory, ...]
     stale: int = 0
     """groups of the run that had been dropped for the age of their tokens before this batch was chosen"""
+    max_age: int = 0
+    """age of the oldest token of this and all earlier batches of the run, in weight versions"""
 
 
 class PackedTrajectory(Struct, frozen=True, array_like=True, gc=False):
@@ -103,6 +106,7 @@ class PackedBatch(Struct, frozen=True, array_like=True):
     prompts: tuple[bytes, ...]
     trajectories: tuple[PackedTrajectory, ...]
     stale: int = 0
+    max_age: int = 0
 
 
 class Prompt(Struct, frozen=True):
@@ -181,7 +185,23 @@ class GetCommitted(Struct, frozen=True, tag=True):
     life: Life
 
 
-Request = LeaseWork | Append | LeaseScoring | PostScores | GetBatch | Commit | GetCommitted
+class FollowVersions(Struct, frozen=True, tag=True):
+    """A trainer or a rollout reports which weight version it serves, and asks which one is the newest. Answered
+    ``NewestVersion`` as soon as that is another one than ``known``, and after ``wait`` s in any case, so that its
+    holders are told again; ``NotYet`` after ``wait`` s where no version is known.
+
+    Of one life the latest request counts; an earlier one that still waits is not answered any more."""
+
+    life: Life
+    serves: str | None = None
+    """``<pipe>://host:port`` where ``holds`` can be pulled"""
+    holds: Version | None = None
+    known: Version | None = None
+    """the newest version that the asker has heard of from the store"""
+    wait: float = 10.0
+
+
+Request = LeaseWork | Append | LeaseScoring | PostScores | GetBatch | Commit | GetCommitted | FollowVersions
 
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,4 +244,12 @@ class CommittedState(Struct, frozen=True, tag=True):
     manifest: dict[str, Any] | None
 
 
-Answer = Leased | Scoring | Done | Bound | NotYet | Denied | CommittedState
+class NewestVersion(Struct, frozen=True, tag=True):
+    """The newest version that the current trainer published, and replicas that serve it: all that are known where they
+    are few, never none."""
+
+    version: Version
+    holders: tuple[Holder, ...]
+
+
+Answer = Leased | Scoring | Done | Bound | NotYet | Denied | CommittedState | NewestVersion

@@ -241,6 +241,10 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("slurm.steps", WARN, "100", config(MaxStepCount="100")),
     ("slurm.private", WARN, "nodes", config(PrivateData="jobs,nodes")),
     ("slurm.filters", WARN, "lua", config(JobSubmitPlugins="lua")),
+    ("slurm.prolog", OK, "no prolog", config(Prolog="")),
+    ("slurm.prolog", WARN, "requeued and held", config(Prolog="/p.sh", SchedulerParameters="bf_continue")),
+    ("slurm.prolog", WARN, "requeued and held", config(**{"Prolog[0]": "/p.sh"})),
+    ("slurm.prolog", OK, "elsewhere", config(Prolog="/p.sh", SchedulerParameters="bf_continue,nohold_on_prolog_fail")),
     # a node
     ("node.folder", FAIL, "No such file", node(folder="No such file or directory")),
     ("node.answer", UNKNOWN, "does not see", node(folder="No such file or directory")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from rrl.cli import app
 from rrl.cli.health_check import _of_job
 from rrl.cli.views.health_check import headline, health_check_view
-from rrl.health.check import check_node, overall
+from rrl.health.check import check_node, mounts_within, overall
 from rrl.health.readers import ReaderOptions
 from rrl.health.readings import GpuProcess, HostData, NvmlData, Reading
 from rrl.health.seen import EVERY
@@ -20,8 +21,10 @@ from rrl.spec.health_checks import CONFIG_ENV, Expect, Rules
 from rrl.spec.words import Verdict
 from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.health.looked_at import LookedAt, gpu, host
+from rrl.tests.lab.mounts import can_hang, own_mounts
 from rrl.tests.lab.nvml.driver import FakeDriver
 
+EXAMPLES = Path(__file__).parents[2] / "examples/health"
 MOUNTS = ["health", "check", "--checks", "mounts,clock_source,readers,gpu_count"]
 
 
@@ -97,6 +100,27 @@ def test_where_nobody_hears_it_the_exit_code_is_that_of_the_node(tmp_path: Path)
     for unheard in (">/dev/full", ">&-", "| true; exit ${PIPESTATUS[0]}"):
         done = subprocess.run(["bash", "-c", f"{check} {unheard}"], env={CONFIG_ENV: "/dev/null"}, timeout=60)
         assert done.returncode == 2, unheard
+
+
+if can_hang():  # collected only where it can run: nothing is skipped
+
+    def test_a_mount_that_hangs_fails_within_the_time_of_one_check(tmp_path: Path) -> None:
+        """A real file system whose server does not answer; with shorter times in the proportion of those that are
+        shipped."""
+        hung, where = tmp_path / "hung", rules(tmp_path, "[host]\nmount_hung = 3.0")
+        hung.mkdir()
+        check = [f"{Path(sys.executable).parent}/rrl", "health", "check", "--prolog", "--within", "9s", *where]
+        argv = [*own_mounts(), sys.executable, "-P", "-m", "rrl.tests.lab.mounts", str(hung), *check, "--checks",
+                "mounts", "--mount", str(hung)]  # fmt: skip
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done
+        assert done.stdout.startswith(f"FAIL mounts: {hung}: did not answer within 3 s")
+
+
+def test_the_hooks_give_a_check_the_time_to_be_sure_of_a_mount_that_hangs() -> None:
+    for name in ("prolog.sh", "healthcheck.sh"):
+        (within,) = re.findall(r"health check .*--within (\d+)s", (EXAMPLES / name).read_text())
+        assert mounts_within(Rules(), float(within)) == Rules().host.mount_hung
 
 
 # ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -36,11 +36,32 @@ def hook(name: str, tmp_path: Path, rrl: str) -> tuple[int, str, str]:
 FAILS = "#!/bin/sh\necho 'FAIL gpu_lost: GPU 1 does not answer the driver'\nexit 2\n"
 
 
+def failing(code: int = 0, outcome: str = "") -> str:
+    """An rrl whose check fails; its ``drain-node`` ends with this code and words, and notes its arguments."""
+    drain = f"[ $2 = drain-node ] && echo \"$@\" >> ${{0%/*}}/asked && echo '{outcome}' && exit {code}\n"
+    return FAILS.replace("\n", f"\n{drain}", 1)
+
+
 def test_a_failure_fails_the_prolog_and_drains(tmp_path: Path) -> None:
-    assert hook("prolog.sh", tmp_path, FAILS)[0] == 1
-    code, asked, _ = hook("healthcheck.sh", tmp_path, FAILS)
+    code, asked, _ = hook("prolog.sh", tmp_path, failing())
+    assert code == 1
+    assert asked == "health drain-node --why gpu_lost: GPU 1 does not answer the driver\n"
+    code, asked, _ = hook("healthcheck.sh", tmp_path, failing())
     assert code == 0
-    assert "state=drain reason=rrl:health: gpu_lost: GPU 1 does not answer the driver" in asked
+    assert asked.splitlines()[-1].endswith(" --why gpu_lost: GPU 1 does not answer the driver")
+
+
+@pytest.mark.parametrize("name", ["prolog.sh", "healthcheck.sh"])
+@pytest.mark.parametrize(("code", "outcome"), [
+    (1, "held back: hooks have drained 20 of 100 nodes within 600 s"), (3, "not drained: sinfo: no answer"),
+    (2, "Usage: rrl"), (137, ""),
+])  # fmt: skip
+def test_a_failure_whose_drain_is_held_back_keeps_the_node_and_says_so(
+    name: str, code: int, outcome: str, tmp_path: Path
+) -> None:
+    ended, _, logged = hook(name, tmp_path, failing(code, outcome))
+    assert ended == 0
+    assert f"FAIL, but the node stays in use: {outcome} (gpu_lost: GPU 1 does not answer the driver)" in logged
 
 
 @pytest.mark.parametrize("name", ["prolog.sh", "healthcheck.sh"])
@@ -61,7 +82,8 @@ def test_a_tool_that_does_not_run_drains_nobody_and_says_so(name: str, rrl: str,
 def test_a_reader_that_is_left_in_the_kernel_holds_nothing_up(name: str, tmp_path: Path) -> None:
     """It has stderr open."""
     pid = tmp_path / "pid"
-    left = f"#!/bin/sh\necho noise >&2\nsleep 1000 >/dev/null &\necho $! > {pid}\n"
-    code, asked, _ = hook(name, tmp_path, left + FAILS[10:])
+    left = f"[ $2 = check ] && {{ echo noise >&2; sleep 1000 >/dev/null & echo $! > {pid}; }}\n"
+    code, asked, _ = hook(name, tmp_path, failing().replace("\n", f"\n{left}", 1))
     os.kill(int(pid.read_text()), signal.SIGKILL)  # it is there still
-    assert code == 1 or "state=drain" in asked
+    assert code == (name == "prolog.sh")
+    assert "drain-node" in asked

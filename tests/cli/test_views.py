@@ -13,7 +13,7 @@ from rrl.cli.views.runs import runs_view
 from rrl.cli.views.status import one_line, standing, status_view
 from rrl.cli.views.summary import summary_view
 from rrl.manager.actions import Exclude, Why
-from rrl.manager.events import Commanded, Decided, FindingChanged, Joined, StepCommitted, VersionHeld
+from rrl.manager.events import Commanded, Decided, FindingChanged, Joined, Noted, StepCommitted, VersionHeld
 from rrl.spec.words import NodeName, Outcome, Version
 from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
@@ -147,6 +147,18 @@ def test_status_warns_where_most_of_what_is_made_is_too_old(share: float, shown:
     assert ("stale    62% of what is made is dropped: older than [sampling] staleness" in picture) is shown
 
 
+def test_status_always_shows_the_age_of_trained_tokens_and_what_the_trainer_waits_for() -> None:
+    story = Story().works()
+    assert "age p50" not in drawn(status_view(story.told(), story.now, 100), 100)
+    ages = {"reward": 0.5, "token_age_p50": 1.0, "token_age_max": 3.0, "token_age_run_max": 3.0}
+    story.tell(StepCommitted(story.life("trainer/0"), 30, ages))
+    story.tell(Noted(story.life("trainer/0"), "the trainer waits for group 412: its last step is 96"))
+    picture = drawn(status_view(story.told(), story.now, 100), 100)
+    assert "tokens   age p50 1, max 3 weight versions" in picture
+    assert "note     trainer/0: the trainer waits for group 412: its last step is 96" in picture
+    assert "token_age" not in picture, "it has a row of its own"
+
+
 def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None:
     story = Story().works()
 
@@ -213,8 +225,9 @@ def test_a_run_that_works_without_a_lost_node_runs_though_that_node_is_still_los
 def test_an_exclusion_that_the_breaker_holds_back_names_node_time_reason_and_finding() -> None:
     story = Story().works().loses_node("n3").wait(100)
     (lost,) = story.told().findings.values()
-    story.tell(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n4"), since=story.now)))
+    story.tell(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))
+    story.tell(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n5"), since=story.now)))
     shown = drawn(status_view(story.told(), story.now, 180), 180)
-    assert "breaker  n4 stays in use for 8m20s: 1 of 4 nodes excluded within 600 s, and no more may be " in shown
+    assert "breaker  n5 stays in use for 8m20s: 2 of 5 nodes excluded within 600 s, and no more may be " in shown
     assert "(node_lost: manager: agent and all replicas silent for 10 s)" in shown
     assert "breaker" not in drawn(status_view(node_lost().told(), story.now, 180), 180)

@@ -88,7 +88,8 @@ class LookedAt:
 
     def xid(self, code: int, index: int = 0, text: str = "", age: float = 0.0) -> LookedAt:
         line = f"NVRM: Xid (PCI:0000:{index:02x}:00): {code}, {text}"
-        return self.log(KernelEvent(kind="xid", text=line, xid=code, pci=f"0000:{index:02x}:00", age=age))
+        return self.log(KernelEvent(kind="xid", text=line, xid=code, pci=f"0000:{index:02x}:00", pci_exists=True,
+                                    age=age))  # fmt: skip
 
     def passes(self, seconds: float) -> LookedAt:
         self.now += seconds

@@ -347,10 +347,20 @@ def test_a_hung_nvml_and_a_process_stuck_in_its_driver_condemn_after_a_minute() 
     assert node.reads(stuck).verdict("readers") is Verdict.FAIL, "no second deadline is needed"
 
 
-@pytest.mark.parametrize(("name", "verdict"), [("nvidia-smi", Verdict.FAIL), ("nvme-wq", Verdict.UNKNOWN)])
-def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(name: str, verdict: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("name", "uid", "verdict"),
+    [
+        ("nvidia-smi", 0, Verdict.FAIL),
+        ("nvme-wq", 0, Verdict.UNKNOWN),
+        ("nvidia-smi", 1001, Verdict.UNKNOWN),  # a user's program may be called so
+        ("nvidia-smi", None, Verdict.UNKNOWN),
+    ],
+)
+def test_a_task_of_the_driver_that_the_kernel_calls_hung_is_a_witness(
+    name: str, uid: int | None, verdict: Verdict
+) -> None:
     text = f"INFO: task {name}:771 blocked for more than 120 seconds."
-    line = KernelEvent(kind="hung_task", text=text, pid=771)
+    line = KernelEvent(kind="hung_task", text=text, pid=771, uid=uid)
     node = LookedAt().log(line).passes(5).cannot("nvml").passes(130).log()
     assert node.verdict("readers") is Verdict.UNKNOWN, "it hung before"
     assert node.log(line).verdict("readers") is verdict

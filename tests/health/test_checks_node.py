@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident, FabricData, KernelEvent, Mount, Stuck
+from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, Stuck
 from rrl.spec.health_checks import Expect, Rules
 from rrl.spec.words import Cause, Remedy, Verdict
 from rrl.tests.health.looked_at import LookedAt, host, port
@@ -73,7 +73,8 @@ def test_a_failed_test_of_diag_condemns_and_those_that_gcm_skips_do_not() -> Non
 def test_dcgms_exporter_is_a_second_witness_of_bad_memory() -> None:
     cases: tuple[dict[str, Any], ...] = ({"ecc_volatile_uncorrected": 2}, {"remap_failed": True})
     for told in cases:
-        found = LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),))).one("dcgm_memory")
+        told_by_dcgm = DcgmData(gpus=(DcgmGpu(uuid="GPU-1", **told),), driver_gpus=("GPU-1",))
+        found = LookedAt().reads(told_by_dcgm).one("dcgm_memory")
         assert (found.verdict, found.part, found.proof) == (Verdict.FAIL, "GPU-1", True)
     assert LookedAt().reads(DcgmData(gpus=(DcgmGpu(uuid="GPU-1"),))).verdict("dcgm_memory") is Verdict.OK
 
@@ -282,6 +283,30 @@ def test_a_mount_that_does_not_answer_condemns_after_three_looks() -> None:
     found = node.reads(dead, every=10).one("mounts")
     assert (found.verdict, found.cause, found.part) == (Verdict.FAIL, Cause.STORAGE, "/scratch")
     assert node.reads(host(), times=2).verdict("mounts") is Verdict.OK
+
+
+@pytest.mark.parametrize(("device", "verdict"), [("sda1", Verdict.FAIL), ("loop0", Verdict.OK)])
+def test_a_damaged_image_that_a_user_brought_along_says_nothing_of_the_node(device: str, verdict: Verdict) -> None:
+    error = KernelEvent(kind="filesystem", text=f"EXT4-fs error (device {device}): ext4_lookup:1602", device=device)
+    assert LookedAt().log(error).verdict("kernel_filesystem") is verdict
+
+
+def scratch(attempts: int, hung_for: float, *, others: bool = True) -> HostData:
+    """A node whose /scratch has not answered so many processes for so long (s)."""
+    hung = Mount(path="/scratch", answers=False, why="did not answer within 15 s", attempts=attempts, hung_for=hung_for)
+    return host(mounts=(hung, Mount(path="/", answers=others, why="" if others else "did not answer within 15 s")))
+
+
+@pytest.mark.parametrize(("reading", "verdict"), [
+    (scratch(3, 15.1), Verdict.FAIL),
+    (scratch(2, 15.1), Verdict.WARN),  # a single request may be lost
+    (scratch(3, 10.0), Verdict.WARN),  # a server that fails over answers again soon
+    (scratch(3, 15.1, others=False), Verdict.WARN),  # the whole node stood still
+    (scratch(0, 0.0), Verdict.WARN),
+])  # fmt: skip
+def test_one_look_at_a_mount_condemns_after_a_time_and_several_attempts(reading: HostData, verdict: Verdict) -> None:
+    found = next(one for one in LookedAt().reads(reading).of("mounts") if one.part == "/scratch")
+    assert found.verdict is verdict
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.health.hardware import CHECKS, unknown_checks
+from rrl.health.readings import DcgmData, DcgmGpu
 from rrl.health.trails import Trail
 from rrl.health.xid_log import XidEvent
 from rrl.spec import health_checks
@@ -138,3 +139,21 @@ def test_every_check_is_in_the_documentation_as_it_is_here() -> None:
         row = f"| `{check.name}` | {', '.join(check.readers)} | {check.what} | {check.bad} | {check.source} |"
         assert row in text, row
     assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+def test_rules_that_everybody_may_write_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "health.toml"
+    path.write_text("[expect]\ngpus = 99\n")
+    path.chmod(0o666)
+    with pytest.raises(RulesError, match="everybody may write it"):
+        load_rules(path)
+    path.chmod(0o664)
+    assert load_rules(path).expect.gpus == 99
+
+
+def test_what_dcgm_says_of_gpus_that_nobody_else_knows_is_dropped() -> None:
+    gpus = tuple(DcgmGpu(uuid=uuid, remap_failed=True) for uuid in ("GPU-0", "GPU-driver", "GPU-made-up"))
+    said = DcgmData(gpus=gpus, driver_gpus=("GPU-driver",))
+    node = LookedAt().reads(said)
+    assert [one.part for one in node.of("dcgm_memory")] == ["GPU-driver"]
+    assert {one.part for one in LookedAt().gpus().reads(said).of("dcgm_memory")} == {"GPU-0", "GPU-driver"}

@@ -61,8 +61,11 @@ def test_fatal_is_not_non_fatal() -> None:
 
 
 # ── what condemns ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_gpu_off_the_bus_condemns_at_once() -> None:
-    node = LookedAt().gpus().xid(79)
+LOST = gpu(0, lost="GPU is lost", temperature=None, recovery_action=None)
+
+
+def test_a_gpu_off_the_bus_condemns_as_soon_as_nvml_loses_it() -> None:
+    node = LookedAt().gpus().xid(79).gpus(LOST)
     found = node.one("xid")
     assert (found.verdict, found.remedy, found.cause, found.proof) == (Verdict.FAIL, Remedy.REBOOT, Cause.GPU, True)
     assert found.part == "GPU-0"
@@ -96,7 +99,7 @@ def test_45_beside_another_xid_adds_nothing() -> None:
 def test_the_authority_decides_what_is_done() -> None:
     node = LookedAt().gpus().xid(95).xid(154, text="GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot"
                                          " Required)")  # fmt: skip
-    found = node.one("xid")
+    found = node.gpus(gpu(0, recovery_action="node_reboot")).one("xid")
     assert (found.verdict, found.remedy, found.proof) == (Verdict.FAIL, Remedy.REBOOT, True)
     assert "Xid 95" in node.text("xid")
 
@@ -195,7 +198,7 @@ def test_around_our_own_kill_xids_are_only_recorded(code: int) -> None:
 def test_the_gravest_act_also_around_our_own_kill(code: int) -> None:
     node = LookedAt().gpus()
     node.seen.killed(node.now)
-    assert node.xid(code).verdict("xid") is Verdict.FAIL
+    assert node.xid(code).gpus(LOST).verdict("xid") is Verdict.FAIL
 
 
 def test_kernel_log_nvml_and_dcgm_tell_of_one_event() -> None:
@@ -261,7 +264,8 @@ def test_a_contained_error_condemns_by_its_count_and_not_by_its_xid() -> None:
 
 
 def test_switches_have_their_own() -> None:
-    fatal = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal", pci="0000:c1:00")
+    fatal = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal", pci="0000:c1:00",
+                        pci_exists=True)  # fmt: skip
     mild = KernelEvent(kind="sxid", text="nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Non-fatal, Link 30")
     assert LookedAt().log(fatal).verdict("nvswitch") is Verdict.FAIL
     assert LookedAt().log(mild).verdict("nvswitch") is Verdict.WARN
@@ -271,3 +275,57 @@ def test_where_nobody_hears_xids_they_are_unknown() -> None:
     node = LookedAt(Rules()).cannot("kernel", "denied", "dmesg_restrict is set").cannot("nvml", "absent", "no driver")
     assert node.verdict("xid") is Verdict.UNKNOWN
     assert "dmesg_restrict is set" in node.text("xid")
+
+
+# ── what only the kernel log says ────────────────────────────────────────────────────────────────────────────────────
+FATAL_SXID = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 3"
+
+
+@pytest.mark.parametrize("exists", [False, None])
+@pytest.mark.parametrize("code", [48, 79, 95, 119])
+def test_an_xid_of_a_gpu_that_the_node_does_not_have_is_a_warning(code: int, exists: bool | None) -> None:
+    line = KernelEvent(kind="xid", text=f"NVRM: Xid (PCI:0000:cb:00): {code}, x", xid=code, pci="0000:cb:00",
+                       pci_exists=exists)  # fmt: skip
+    for node in (LookedAt(), LookedAt().gpus()):
+        found = node.log(line).one("xid")
+        assert (found.verdict, found.remedy) == (Verdict.WARN, Remedy.NONE)
+        assert "no GPU is known" in found.evidence[0].text
+
+
+def test_an_xid_of_a_gpu_without_nvml_condemns_where_the_node_has_that_gpu() -> None:
+    assert LookedAt().xid(79).verdict("xid") is Verdict.FAIL
+
+
+def test_an_xid_79_of_a_gpu_that_still_answers_nvml_is_a_warning() -> None:
+    node = LookedAt().gpus().xid(79)
+    assert node.verdict("xid") is Verdict.WARN, "until NVML is read again"
+    assert node.gpus(times=5).verdict("xid") is Verdict.WARN
+    assert "NVML says that the GPU works" in node.text("xid")
+
+
+def test_an_xid_79_condemns_where_nvml_does_not_answer_any_more() -> None:
+    node = LookedAt().gpus().xid(79).passes(10).cannot("nvml")
+    assert node.verdict("xid") is Verdict.FAIL
+    stale = LookedAt().gpus().xid(79).passes(20).log()
+    assert stale.verdict("xid") is Verdict.FAIL, "no reading came in its time"
+
+
+def test_an_xid_79_that_nvml_tells_too_condemns_at_once() -> None:
+    assert LookedAt().gpus().xid(79).gpus(xids=(GpuXid("GPU-0", 79),)).verdict("xid") is Verdict.FAIL
+
+
+def test_a_demand_for_a_reset_that_nvml_does_not_repeat_is_a_warning() -> None:
+    node = LookedAt().gpus().xid(154, text="GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")
+    assert node.gpus(times=5).verdict("xid") is Verdict.WARN
+    assert node.gpus(gpu(0, recovery_action="gpu_reset")).verdict("xid") is Verdict.FAIL
+
+
+@pytest.mark.parametrize("exists", [False, None])
+def test_a_fatal_sxid_of_a_switch_that_the_node_does_not_have_is_a_warning(exists: bool | None) -> None:
+    line = KernelEvent(kind="sxid", text=FATAL_SXID, pci="0000:c1:00", pci_exists=exists)
+    assert LookedAt().log(line).verdict("nvswitch") is Verdict.WARN
+
+
+def test_the_name_of_a_process_does_not_make_an_nvlink_error_fatal() -> None:
+    node = LookedAt().gpus().xid(74, text="pid=4711, name=a, fatal, b, NVLink: recoverable error on link 3")
+    assert node.verdict("xid") is Verdict.WARN

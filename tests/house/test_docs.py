@@ -218,6 +218,7 @@ def test_the_programs_of_the_readme_train_a_run_as_they_stand(tmp_path: Path) ->
     assert f'command = ["{sys.executable}", "my_trainer.py"]' in toml
     run: TestRun = submit_here(tmp_path, toml)
     state = run.wait_end()
-    assert (state.outcome, state.step, state.metrics) == ("completed", 3, {"loss": 0.5, "reward": 1.0}), state.why
+    assert (state.outcome, state.step) == ("completed", 3), state.why
+    assert state.metrics.items() >= {"loss": 0.5, "reward": 1.0}.items()
     run.wait_gone()
     check_sound(run.run)

@@ -160,6 +160,10 @@ def test_a_prolog_keeps_jobs_from_a_node_that_fails_and_from_no_other(hooked: Ho
         lab.wait_states({"n1": "drain"}, WITHIN)
         assert lab.states()["n2"] == "idle"
         assert failing.poll() is None or failing.returncode, "its job did not start there"
+        assert hooked.reason("n1").startswith(f"rrl:health: mounts: {hooked.mount('n1')}: No such file or directory")
+        hooked.mount("n2").rmdir()
+        lab.run_as_user(["srun", "-n1", "-w", "n2", "--mem=100M", "true"])
+        assert lab.states()["n2"] == "idle", "one of two nodes is as many as hooks may drain"
     finally:
         if ids := [job.split()[0] for job in lab.jobs()]:
             lab.slurm("scancel", *ids)

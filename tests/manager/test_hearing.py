@@ -101,6 +101,15 @@ def hearing(tmp_path: Path) -> Hearing:
     return Hearing(tmp_path, *LAUNCHED)
 
 
+def test_note_of_a_replica_is_recorded_when_it_changes_and_cannot_move_the_cursor(tmp_path: Path) -> None:
+    hearing = Hearing(tmp_path, *LAUNCHED)
+    hearing.hear(WANTED, HELLO)
+    for note in ("waits for \x1b[2Jgroup 3\n", "waits for \x1b[2Jgroup 3\n", ""):
+        hearing.hear(msg.Beat(R1, "generate", 1, note=note))
+    noted = [event for event in hearing.events if isinstance(event, ev.Noted)]
+    assert noted == [ev.Noted(R1, "waits for  [2Jgroup 3 "), ev.Noted(R1, "")]
+
+
 def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: Hearing) -> None:
     assert hearing.hear(WANTED) == [msg.Admitted(STEP, True)]
     assert hearing.events == [ev.Admitted(R1, STEP, N1, 41)]

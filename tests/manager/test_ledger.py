@@ -123,6 +123,17 @@ def test_rewards_are_means_over_the_first_and_last_ten_steps_each_counted_once()
     assert summary(started()).reward_first10 is None
 
 
+def test_summary_has_the_age_of_the_oldest_token_even_of_steps_that_nobody_reported() -> None:
+    def told(step: int, oldest: float, of_run: float) -> At:
+        metrics = {"token_age_max": oldest, "token_age_run_max": of_run}
+        return 20.0 + step, ev.StepCommitted(Life(TRAINER, 1), step, metrics)
+
+    assert summary(started(), told(1, 2.0, 2.0), told(2, 0.0, 2.0)).max_age == 2
+    unreported = (25.0, ev.StepCommitted(Life(TRAINER, 1), 5))
+    assert summary(started(), told(1, 2.0, 2.0), unreported, told(6, 1.0, 4.0)).max_age == 4
+    assert summary(started(), unreported).max_age is None
+
+
 def test_what_was_dropped_for_its_age_is_told_as_of_the_newest_step() -> None:
     def told(step: int, groups: float, share: float) -> At:
         return 20.0 + step, ev.StepCommitted(Life(TRAINER, 1), step, {"stale_groups": groups, "stale_share": share})
@@ -240,6 +251,50 @@ def test_who_fails_while_the_disk_is_full_fails_of_it() -> None:
     fails: list[At] = [(55.0, found(Life(R0, 1), "exit_record", 55.0)), (55.1, fence(Life(R0, 1), Rung.IN_PLACE))]
     got = summary(started(), (50.0, ev.Intended(full)), (50.1, ev.FaultInjected("f0", None, True)), fails)
     assert [r.injected for r in got.recoveries] == [True]
+
+
+@pytest.mark.parametrize("performed", [True, False])
+def test_a_really_full_disk_is_unprovoked_though_an_injected_one_never_told_its_end(performed: bool) -> None:
+    full = Perform(Fault("f0", FaultKind.DISK_FULL, seconds=20.0), "", NodeName(""), WHY)
+    told: list[At] = [(50.0, ev.Intended(full))]
+    if performed:  # and then its manager died
+        told.append((50.1, ev.FaultInjected("f0", None, True)))
+    fails: list[At] = []
+    for at, id in ((300.0, STORE), (300.5, TRAINER)):
+        fails += [(at, found(Life(id, 1), "exit_record", at)), (at, fence(Life(id, 1), Rung.IN_PLACE))]
+    got = summary(started(), told, fails)
+    assert ([r.injected for r in got.recoveries], got.unprovoked) == ([False, False], 2)
+
+
+def test_a_life_that_is_launched_on_a_node_after_its_injected_crash_fails_unprovoked() -> None:
+    crash = Perform(Fault("f0", FaultKind.CRASH, STORE), "", N1, WHY)
+    told: list[At] = [
+        (50.0, ev.Intended(crash)), (50.1, ev.FaultInjected("f0", None, True, node=N1)),
+        (60.0, lost(N1, 50.0)), (60.1, fence(Life(STORE, 1), Rung.SPARE)),
+        (90.0, launch(Life(STORE, 2), N1)), *up(95.0, Life(STORE, 2), N1),  # the node is back
+        (200.0, found(Life(STORE, 2), "exit_record", 200.0)), (200.1, fence(Life(STORE, 2), Rung.IN_PLACE)),
+    ]  # fmt: skip
+    got = summary(started(), told)
+    assert [r.injected for r in got.recoveries] == [True, False]
+    assert got.unprovoked == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED])
+def test_failures_that_end_the_run_count_as_unprovoked_though_nobody_recovers(outcome: Outcome) -> None:
+    why = Why(("No space left on device",))
+    fails: list[At] = [(at, found(Life(id, 1), "exit_record", at)) for at, id in ((70.0, STORE), (70.5, TRAINER))]
+    end: list[At] = [(71.0, ev.Decided(Finish(outcome, why))), (72.0, ev.RunEnded(outcome, "No space left"))]
+    got = summary(started(), fails, end)
+    assert got.recoveries == []
+    assert got.unprovoked == (2 if outcome is Outcome.FAILED else 0)
+
+
+def test_a_failure_that_ends_the_run_and_was_injected_is_not_unprovoked() -> None:
+    life = Life(R0, 1)
+    struck: list[At] = [(40.0, perform(life)), (40.1, ev.FaultInjected("f0", life, True)),
+                        (41.0, found(life, "exit_record", 41.0))]  # fmt: skip
+    end = (42.0, ev.Decided(Finish(Outcome.FAILED, WHY)))
+    assert summary(started(), struck, end).unprovoked == 0
 
 
 def test_what_strikes_at_the_roles_next_call_is_measured_from_then() -> None:

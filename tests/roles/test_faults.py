@@ -81,9 +81,11 @@ def test_the_target_is_the_commands_group_and_not_what_left_it(tmp_path: Path) -
 def test_a_step_that_has_not_started_its_command_is_no_target(tmp_path: Path) -> None:
     with lab(tmp_path) as at:
         launch = at.launch("sleep", "1000")
-        at.start(launch)  # nobody admits it
+        step, file = at.start(launch), str(at.run.launch_file(launch.tag))  # nobody admits it
+        # a child has its own environment, by which a step is found, only once it has become the new program
+        asyncio.run(eventually(lambda: file.encode() in Path(f"/proc/{step.pid}/environ").read_bytes()))
         with pytest.raises(NotPerformed, match="has not started its command"):
-            find_target(str(at.run.launch_file(launch.tag)))
+            find_target(file)
 
 
 def fake_slurmstepd(tmp_path: Path) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from rrl.transport.messages import (
     FirstWork,
     Goodbye,
     Hello,
+    Holder,
     Holds,
     Peer,
     Peers,
@@ -83,8 +86,8 @@ class Manager(FirstManager):
                 await self.welcoming.wait()
                 await self.listener.send(incoming.peer, Welcome(incoming.message.life, self.believed))
 
-    def store_is(self, endpoint: str) -> None:
-        peers = {STORE.replica: Peer(STORE, endpoint, joined=True)}
+    def store_is(self, endpoint: str, epoch: int = STORE.incarnation) -> None:
+        peers = {STORE.replica: Peer(crew.life(STORE.replica, epoch), endpoint, joined=True)}
         self.believed = Peers(self.listener.epoch, self.believed.seq + 1, peers)
 
     async def stop(self, life: Life) -> None:
@@ -147,9 +150,9 @@ class Scene:
             await listener.close()
 
     @asynccontextmanager
-    async def serve(self, store: Store) -> AsyncIterator[str]:
+    async def serve(self, store: Store, epoch: int = STORE.incarnation) -> AsyncIterator[str]:
         """The store's endpoint."""
-        listener = await Listener.open(self.at.keys, Request, epoch=STORE.incarnation)
+        listener = await Listener.open(self.at.keys, Request, epoch=epoch)
         server = Server(store, listener)
         running = asyncio.create_task(server.run())
         try:
@@ -411,7 +414,8 @@ def test_a_step_is_committed_in_another_thread_while_the_next_batch_is_worked_on
             role = scene.start(me, work)
             await manager.hears(Goodbye)
             told = [message for message in manager.heard if isinstance(message, Committed)]
-            assert [(m.step, m.metrics) for m in told] == [(n, {"loss": 1.0, "reward": 0.5}) for n in (1, 2)]
+            assert [(m.step, m.metrics["loss"], m.metrics["reward"]) for m in told] == [(1, 1.0, 0.5), (2, 1.0, 0.5)]
+            assert [m.metrics["token_age_max"] for m in told] == [0.0, 1.0], "all tokens are of step 0's weights"
             await manager.stop(crew.TRAINER)
             await role.end()
         assert given == [1, 2]
@@ -556,6 +560,135 @@ def test_nothing_is_leased_before_a_version_is_here_and_a_stop_ends_the_wait(sce
 def _version(me: Worker) -> tuple[Manifest, memoryview]:
     """A version to be had, without a tensor."""
     return describe(Version(0, 1), [], memoryview(b""), me.keys.secret, 2**20), memoryview(b"")
+
+
+# ── weight versions while the manager says nothing of them ─────────────────────────────────────────────────────────
+class Publisher:
+    """A trainer that publishes the steps it is told to, until it is told None."""
+
+    def __init__(self, me: Worker) -> None:
+        self._me = me
+        self.steps: queue.Queue[int | None] = queue.Queue()
+
+    def play(self) -> None:
+        while (step := self.steps.get(timeout=PATIENCE)) is not None:
+            self._me.publish(step, [("step", "uint8", (1,), memoryview(bytes([step])))])
+
+
+class Receiver:
+    """A rollout that notes each version that it gets, and what is in it."""
+
+    def __init__(self, me: Worker) -> None:
+        self._me = me
+        self.got: list[tuple[Version, bytes]] = []
+        self.enough = threading.Event()
+
+    def play(self) -> None:
+        while not self.enough.is_set():
+            if (new := self._me.new_weights()) is not None:
+                self.got.append((new.version, bytes(new.flat)))
+            time.sleep(0.01)
+
+    def has(self, step: int) -> bool:
+        return bool(self.got) and self.got[-1] == (Version(step, 1), bytes([step]))
+
+
+@asynccontextmanager
+async def publishing(scene: Scene, *rollouts: Life) -> AsyncIterator[tuple[Manager, Publisher, list[Receiver]]]:
+    """A trainer and rollouts whose manager never names a version or a holder of one."""
+    publisher = Publisher(trainer := scene.worker(crew.TRAINER))
+    workers = [scene.worker(each) for each in rollouts]
+    receivers = [Receiver(each) for each in workers]
+    async with scene.manager() as manager:
+        roles = [scene.start(trainer, publisher.play)]
+        roles += [scene.start(each, receiver.play) for each, receiver in zip(workers, receivers, strict=True)]
+        yield manager, publisher, receivers
+        publisher.steps.put(None)
+        for receiver in receivers:
+            receiver.enough.set()
+        for each in (crew.TRAINER, *rollouts):
+            await manager.hears(Goodbye, partial(_is_of, each))
+            await manager.stop(each)
+        for role in roles:
+            await role.end()
+
+
+def _is_of(life: Life, goodbye: Goodbye) -> bool:
+    return goodbye.life == life
+
+
+async def _store_is(manager: Manager, endpoint: str, epoch: int = 1) -> None:
+    manager.store_is(endpoint, epoch)
+    for each in list(manager.peers):
+        await manager.tell(each, manager.believed)
+
+
+def test_rollouts_receive_each_version_though_the_manager_names_none(scene: Scene) -> None:
+    async def story() -> None:
+        store = scene.open_store()
+        async with scene.serve(store) as endpoint:
+            async with publishing(scene, crew.ROLLOUT, crew.OTHER) as (manager, publisher, receivers):
+                await _store_is(manager, endpoint)
+                for step in (1, 2, 3):
+                    publisher.steps.put(step)
+                    for receiver in receivers:
+                        await eventually(partial(receiver.has, step), f"version {step}")
+        store.close()
+
+    play(story)
+
+
+def test_a_store_that_restarted_is_told_again_which_version_is_the_newest(scene: Scene) -> None:
+    """The trainer publishes nothing meanwhile; a rollout that comes later is told by the new store."""
+
+    async def story() -> None:
+        store = scene.open_store()
+        async with publishing(scene, crew.ROLLOUT) as (manager, publisher, [receiver]):
+            async with scene.serve(store) as endpoint:
+                await _store_is(manager, endpoint)
+                publisher.steps.put(1)
+                await eventually(lambda: receiver.has(1))
+            store.close()
+            store = scene.open_store()
+            assert store.newest_version is None
+            async with scene.serve(store, epoch=2) as endpoint:
+                await _store_is(manager, endpoint, epoch=2)
+                named = await eventually(lambda: store.newest_version)
+                assert named.version == Version(1, 1)
+                await eventually(lambda: store.newest_version and len(store.newest_version.holders) == 2)
+        store.close()
+
+    play(story)
+
+
+def test_a_rollout_pulls_from_another_one_when_the_trainer_died_before_the_manager_named_its_version(
+    scene: Scene,
+) -> None:
+    async def story() -> None:
+        store = scene.open_store()
+        with not_started(scene.worker(crew.TRAINER)) as trainer:
+            trainer.publish(7, [("step", "uint8", (1,), memoryview(bytes([7])))])
+            held = trainer._link.weights.current()
+        assert held is not None
+        relay, late = scene.worker(crew.ROLLOUT), Receiver(me := scene.worker(crew.OTHER))
+        over = threading.Event()
+        async with scene.manager() as manager, scene.serve(store) as endpoint:
+            manager.store_is(endpoint)
+            dead = Holder(crew.TRAINER, "tcp://127.0.0.1:1", Version(7, 1))
+            assert store.report_version(dead) is None
+            relay._link.weights.offer(held.manifest, held.flat)  # what it pulled while the trainer lived
+            roles = [scene.start(relay, lambda: over.wait(PATIENCE)), scene.start(me, late.play)]
+            await eventually(lambda: late.has(7), "the version that only another rollout has")
+            over.set()
+            late.enough.set()
+            for each in (crew.ROLLOUT, crew.OTHER):
+                await manager.hears(Goodbye, partial(_is_of, each))
+                await manager.stop(each)
+            for role in roles:
+                await role.end()
+        store.close()
+
+    play(story)
 
 
 # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rrl.spec.jobview import Limits
 from rrl.spec.load import load_job
 from rrl.tests.lab.runs import TestRun, check_records, check_sound, submit_here
 
@@ -22,6 +23,11 @@ def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_a_shipped_job_is_right(path: Path) -> None:
     assert load_job(path).view("python").roles
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_a_shipped_job_asks_slurm_no_more_often_than_the_default(path: Path) -> None:
+    assert load_job(path).view("python").limits.poll >= Limits().poll, "examples are copied to clusters"
 
 
 @pytest.mark.torch

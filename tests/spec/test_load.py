@@ -230,6 +230,12 @@ WRONG: list[tuple[str, str, str]] = [
     ("[task]", '[phases."a\\nb"]\nlongest = "9h"\nprogresses = true\n[task]', "job.toml:12: phases: 'a\\nb' is no name"
      " of a phase; use up to 60 printable characters"),
     ("steps = 10", 'shortest = "8h"', "job.toml:3: run.shortest: unknown key; it belongs in [phases.NAME]"),
+    # how old tokens may be
+    ("[task]", '[sampling]\nstaleness = "unlimited"\nlate = "wait"\n[task]', "job.toml:14: sampling.late: needs a limit,"
+     ' and staleness = "unlimited"; remove it, or set staleness to a number'),
+    ("[task]", "[sampling]\nstaleness = -1\n[task]", 'job.toml:13: sampling.staleness: must be at least 0 or "unlimited",'
+     " not -1"),
+    ("[task]", '[sampling]\nlate = "never"\n[task]', 'job.toml:13: sampling.late: must be "wait" or "drop", not "never"'),
     # forms of allocations
     ("[cluster]", '[cluster]\nform = "hetjob"', 'job.toml:6: cluster.form: "hetjob" is for kind = "slurm"; remove it'),
     ('kind = "local"', 'kind = "slurm"\nform = "replica"\nspares = 2', 'job.toml:8: cluster.spares: form = "replica" has'

@@ -34,9 +34,17 @@ def test_what_is_written_of_a_form_without_a_pool_can_be_read_again(form: str) -
     assert (after.view("python"), as_toml(after)) == (before.view("python"), text)
 
 
+def test_job_without_a_staleness_limit_is_written_and_read_again() -> None:
+    before = job(sampling={"staleness": "unlimited"})
+    after = Job.model_validate(tomllib.loads(as_toml(before)))
+    assert (after.sampling, after.view("python").staleness) == (before.sampling, None)
+    assert job().view("python").staleness == 4
+
+
 def test_every_default_is_written() -> None:
     text = as_toml(job())
-    for line in ('walltime = "1d"', 'silence = "10s"', 'chunk = "8MiB"', "learning_rate = 0.001", 'breaker = 0.2'):
+    wanted = 'walltime = "1d"', 'silence = "10s"', 'chunk = "8MiB"', "learning_rate = 0.001", "breaker = 0.2"
+    for line in (*wanted, "staleness = 4", 'late = "wait"'):
         assert line in text.splitlines()
 
 

@@ -48,23 +48,50 @@ def test_a_network_that_no_interface_is_in_is_told_with_what_there_is(host: None
         own_address("hsn0")
 
 
-def test_a_host_name_that_resolves_to_loopback_is_not_believed(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    monkeypatch.setattr(address, "_of_default_route", lambda: "10.1.2.3")
-    assert own_address() == "10.1.2.3"
+def reached_by(monkeypatch: pytest.MonkeyPatch, named: str, route: str | None) -> None:
+    """The host name resolves to ``named``, and the default route leaves from ``route``."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
+    monkeypatch.setattr(address, "_of_default_route", lambda: route)
 
 
-def test_a_host_name_that_resolves_to_an_address_is_believed(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.1.2.4")
-    assert own_address() == "10.1.2.4"
+@pytest.mark.parametrize(
+    ("named", "route", "taken"),
+    [
+        ("10.4.0.7", "192.168.1.5", "10.4.0.7"),
+        ("127.0.1.1", "10.4.0.7", "10.4.0.7"),  # Debian's /etc/hosts
+        ("10.9.9.9", "192.168.1.5", "192.168.1.5"),  # an entry of /etc/hosts that is out of date
+    ],
+)
+def test_the_address_of_the_host_name_goes_before_that_of_the_default_route(
+    host: None, monkeypatch: pytest.MonkeyPatch, named: str, route: str, taken: str
+) -> None:
+    reached_by(monkeypatch, named, route)
+    assert own_address() == taken
+
+
+@pytest.mark.parametrize("named", ["127.0.1.1", "10.9.9.9"])
+def test_the_only_address_of_a_host_without_a_default_route_is_taken(
+    host: None, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setattr(address, "interfaces", lambda: HERE[:2])
+    reached_by(monkeypatch, named, None)
+    assert own_address() == "192.168.1.5"
+
+
+def test_several_addresses_without_a_default_route_are_refused_and_listed(
+    host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached_by(monkeypatch, "127.0.1.1", None)
+    with pytest.raises(NoAddress, match=r"there are lo 127\.0\.0\.1, eth0 .*; set \[transport\] network"):
+        own_address()
 
 
 @pytest.mark.parametrize("route", [None, "127.0.0.1"])
 def test_loopback_is_never_published_unless_it_is_asked_for(
     host: None, monkeypatch: pytest.MonkeyPatch, route: str | None
 ) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    monkeypatch.setattr(address, "_of_default_route", lambda: route)
+    monkeypatch.setattr(address, "interfaces", lambda: HERE[:1])
+    reached_by(monkeypatch, "127.0.1.1", route)
     with pytest.raises(NoAddress, match=r"set \[transport\] network"):
         own_address()
     assert own_address("127.0.0.0/8") == "127.0.0.1"

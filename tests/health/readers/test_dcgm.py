@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +30,19 @@ GPUS = {0: UUID, 1: OTHER}
 NOT_INSTALLED = "/nowhere/dcgmi"
 
 
+ME = pwd.getpwuid(os.getuid()).pw_name
+"""who runs these tests: the stand-ins belong to nobody else"""
+
+
+@pytest.fixture(autouse=True)
+def hostengine(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Somebody listens as DCGM's host engine does: us, on a port of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(dcgm, "HOSTENGINE_PORT", port)
+        yield port
+
+
 @pytest.fixture
 def metrics() -> Iterator[Exporter]:
     with exporter() as made:
@@ -42,7 +58,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(metrics: Exporter, dcgmi: str = NOT_INSTALLED, **more: Any) -> DcgmData:
-    return DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=dcgmi, **more)).read()
+    return DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=dcgmi, **more)).read()
 
 
 def xid(index: int, uuid: str, code: int, count: int) -> str:
@@ -74,7 +90,7 @@ def test_the_gauge_of_the_last_xid_is_not_counted(metrics: Exporter) -> None:
 
 
 def test_xids_of_a_moving_window_add_up_to_totals(metrics: Exporter) -> None:
-    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=NOT_INSTALLED))
+    reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=NOT_INSTALLED))
     totals = []
     for count in (2, 3, 1, 0, 1):  # in the window: two, one more, the first two leave, all left, a new one
         metrics.text = page(GPUS, *([xid(0, UUID, 31, count)] if count else []), xid(1, OTHER, 13, 1))
@@ -83,7 +99,7 @@ def test_xids_of_a_moving_window_add_up_to_totals(metrics: Exporter) -> None:
 
 
 def test_where_the_exporter_has_a_true_counter_of_xids_the_window_is_not_added_to_it(metrics: Exporter) -> None:
-    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=NOT_INSTALLED))
+    reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=NOT_INSTALLED))
     totals = []
     for total, window in ((2, 2), (3, 1), (3, 0)):
         which = labels(0, UUID, ',xid="31"')
@@ -136,14 +152,14 @@ def test_an_exporter_in_trouble_is_unread_with_what_it_says(metrics: Exporter, s
 
 
 def test_with_neither_exporter_nor_dcgmi_there_is_nothing_to_read() -> None:
-    reader = DcgmReader(ReaderOptions(exporter="http://127.0.0.1:1/metrics", dcgmi=NOT_INSTALLED))
-    with pytest.raises(Absent, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: Connection refused\)"):
+    reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter="http://127.0.0.1:1/metrics", dcgmi=NOT_INSTALLED))
+    with pytest.raises(Absent, match=r"no dcgm-exporter \(http://127.0.0.1:1/metrics: nobody listens on port 1"):
         reader.read()
 
 
 def test_only_plain_http_is_read() -> None:
     with pytest.raises(Absent, match="only http://"):
-        DcgmReader(ReaderOptions(exporter="https://127.0.0.1/metrics", dcgmi=NOT_INSTALLED)).read()
+        DcgmReader(ReaderOptions(dcgm_user=ME, exporter="https://127.0.0.1/metrics", dcgmi=NOT_INSTALLED)).read()
 
 
 # ── dcgmi health ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,7 +210,7 @@ def test_an_incident_of_a_switch_is_of_no_gpu() -> None:
 def test_health_is_asked_seldom_and_its_incidents_stay_meanwhile(metrics: Exporter, said: Path) -> None:
     (said / "health").write_text(report(GPU={"1": {"PCIe system": ("Warning", ["x"])}}))
     metrics.text = page(GPUS, f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels(1, OTHER)} 0.5")
-    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=FAKE))
+    reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=FAKE))
     runs = set()
     for _ in range(3):
         data = reader.read()
@@ -232,14 +248,16 @@ def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
 _READS = """
 import sys
 from rrl.health.readers import ReaderOptions
+from rrl.health.readers import dcgm
 from rrl.health.readers.dcgm import DcgmReader
-DcgmReader(ReaderOptions(exporter="http://127.0.0.1:1/", dcgmi=sys.argv[1])).read()
+dcgm.HOSTENGINE_PORT = int(sys.argv[3])
+DcgmReader(ReaderOptions(dcgm_user=sys.argv[2], exporter="http://127.0.0.1:1/", dcgmi=sys.argv[1])).read()
 """
 
 
-def test_dcgmi_is_asked_to_end_when_the_reader_is_killed(said: Path) -> None:
+def test_dcgmi_is_asked_to_end_when_the_reader_is_killed(said: Path, hostengine: int) -> None:
     (said / "hang").touch()
-    with subprocess.Popen([sys.executable, "-c", _READS, FAKE]) as reader:
+    with subprocess.Popen([sys.executable, "-c", _READS, FAKE, ME, str(hostengine)]) as reader:
         _until(lambda: (said / "calls").exists())
         os.kill(reader.pid, signal.SIGKILL)
     _until(lambda: (said / "signals").exists())
@@ -312,8 +330,46 @@ def test_the_diagnostic_runs_once_and_only_where_asked_for(metrics: Exporter, sa
     (said / "diag").write_text(document("software", failed))
     assert read(metrics, FAKE).incidents == ()
     assert (said / "calls").read_text() == "health -c -j\n"
-    reader = DcgmReader(ReaderOptions(exporter=metrics.url, dcgmi=FAKE, diag=True))
+    reader = DcgmReader(ReaderOptions(dcgm_user=ME, exporter=metrics.url, dcgmi=FAKE, diag=True))
     assert reader.within > dcgm._DIAG_WITHIN
     for _ in range(2):
         assert [(found.source, found.system) for found in reader.read().incidents] == [("diag", "software")]
     assert (said / "calls").read_text().splitlines()[1:] == ["health -c -j", "diag -r 1 -j"]
+
+
+# ── whom the reader believes ─────────────────────────────────────────────────────────────────────────────────────────
+def test_gpus_that_the_driver_lists_are_told(metrics: Exporter, tmp_path: Path) -> None:
+    (tmp_path / "net").symlink_to("/proc/net")
+    for address, uuid in (("0000:1b:00.0", "GPU-0a-1"), ("0000:2b:00.0", "GPU-????-????")):
+        (tmp_path / "driver/nvidia/gpus" / address).mkdir(parents=True)
+        (tmp_path / "driver/nvidia/gpus" / address / "information").write_text(
+            f"Model: \t\t NVIDIA H100\nIRQ:   \t\t 17\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n"
+        )
+    assert read(metrics, proc=str(tmp_path)).driver_gpus == ("GPU-0a-1",)
+
+
+def test_a_user_that_does_not_exist_is_named(metrics: Exporter) -> None:
+    reader = DcgmReader(ReaderOptions(dcgm_user="nobody-of-that-name", exporter=metrics.url, dcgmi=FAKE))
+    said = reader.read().unread
+    assert "there is no such user" in said["exporter"]
+    assert "there is no such user" in said["health"]
+
+
+def test_dcgmi_is_not_run_where_no_host_engine_listens(
+    metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcgm, "HOSTENGINE_PORT", 1)
+    assert "nobody listens on port 1" in read(metrics, FAKE).unread["health"]
+    assert not (said / "calls").exists()
+
+
+def test_dcgmi_that_everybody_may_replace_is_not_run(metrics: Exporter, said: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    shutil.copy(FAKE, folder / "dcgmi")
+    folder.chmod(0o777)
+    assert "can be written by everybody" in read(metrics, str(folder / "dcgmi")).unread["health"]
+    folder.chmod(0o755)
+    (folder / "dcgmi").chmod(0o757)
+    assert "can be written by everybody" in read(metrics, str(folder / "dcgmi")).unread["health"]
+    assert not (said / "calls").exists()

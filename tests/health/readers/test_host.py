@@ -16,6 +16,7 @@ import pytest
 from rrl.health.readers import ReaderOptions, host, mounts
 from rrl.health.readers.host import HostReader
 from rrl.health.readers.mounts import Mounts
+from rrl.health.readings import MOUNT_ATTEMPTS
 from rrl.spec.processes import descendants
 
 WITHIN = 60.0
@@ -78,7 +79,27 @@ def test_a_dead_mount_holds_up_one_look_and_no_other_mount(dead: Path, tmp_path:
             gone, there = mounts_.look()
             assert (gone.answers, gone.why) == (False, "did not answer within 0.5 s")
             assert there.answers
-        assert len([1 for one in descendants(os.getpid()) if one.parent == os.getpid()]) == 1  # not one more each look
+        # not more with each look
+        assert len([1 for one in descendants(os.getpid()) if one.parent == os.getpid()]) == MOUNT_ATTEMPTS
+        assert (gone.attempts, there.attempts) == (MOUNT_ATTEMPTS, 0)
+        assert gone.hung_for >= 0.5
+
+
+def test_a_mount_that_answers_only_a_later_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = tmp_path / "lost"
+
+    def figures(path: str) -> mounts._Seen:
+        with contextlib.suppress(FileExistsError):
+            lost.touch(exist_ok=False)
+            signal.pause()  # the first request is never answered
+        return _FIGURES(path)
+
+    monkeypatch.setattr(mounts, "_figures", figures)
+    with looking(tmp_path, within=3.0) as mounts_:
+        (first,) = mounts_.look()
+        assert (first.answers, first.attempts) == (True, 0)
+        (second,) = mounts_.look()
+        assert second.answers
 
 
 def test_a_mount_that_comes_back_answers_again(dead: Path) -> None:

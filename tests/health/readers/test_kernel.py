@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rrl.health.readers import Absent, Denied, ReaderOptions
 from rrl.health.readers.kernel import EVENTS_MOST, KernelReader
@@ -96,6 +100,10 @@ LINES = [
     ("nfs: server filer.site not responding, still trying", {"kind": "filesystem", "device": "filer.site"}),
     ("LustreError: 167-0: work-OST0003-osc-ffff8: This client was evicted by work-OST0003; in progress operations fail",
      {"kind": "filesystem", "device": "work-OST0003"}),
+    ("XFS (sda2): Corruption of in-memory data (0x8) detected at x (fs/xfs/a.c:1).  Shutting down filesystem.",
+     {"kind": "filesystem", "device": "sda2"}),
+    ("nvme nvme1: I/O tag 12 (100c) opcode 0x2 (Read) QID 4 timeout, aborting", {"kind": "io", "device": "nvme1"}),
+    ("INFO: task kworker/3:1:991 blocked for more than 120 seconds.", {"kind": "hung_task", "pid": 991}),
     ("INFO: task python:991 blocked for more than 120 seconds.", {"kind": "hung_task", "pid": 991}),
     ("watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [kworker/3:1:1234]", {"kind": "hung_task", "pid": 1234}),
 ]  # fmt: skip
@@ -125,6 +133,110 @@ def test_a_line_that_means_something_is_recognised(line: str, expected: dict[str
 ])  # fmt: skip
 def test_a_line_of_daily_life_is_not(line: str) -> None:
     assert recognise(line.encode(), 0.0) is None
+
+
+# ── names that users choose ──────────────────────────────────────────────────────────────────────────────────────────
+HOSTILE = [
+    XID_79, "NVRM: Xid (PCI:0000:cb:00): 79, x", "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 3",
+    "mce: [Hardware Error]: Machine check events logged, Uncorrected", "EDAC MC0: 1 UE memory read error on CPU (x)",
+    "Memory failure: 0x1: ", "EXT4-fs error (device sda1): x", "XFS (a): been shut down", "XFS (a): log I/O error",
+    "critical medium error, dev sda, sector 1", "I/O error, dev sda, sector 1 op", "Buffer I/O error on dev sda",
+    "ib0: Link down", "ib0: Lost carrier", "ib0 NIC Link is Down", "mlx5_core 0000:65:00.0: Fatal error 1 detected",
+    "NETDEV WATCHDOG: ib0: timed out", "nvme nvme0: I/O 1 QID 1 timeout", "BTRFS: error (device sda1) in x",
+    "nfs: server a not responding", "INFO: task x:1 blocked for more than 120 seconds.", "EDAC MC0: UE x",
+    "Out of memory: Killed process 1 (x)", "\\x0aNVRM: Xid (PCI:0000:cb:00): 79, x",
+]  # fmt: skip
+KERNEL_FORMATS = [
+    # recorded on Linux 6.18 (x86-64): the attacker's program set its comm and was called by the file's name
+    "{comm}[8146]: segfault at 0 ip 000055e0ade65170 sp 00007fff0dcb5de0 error 6 in {file}[1170,55e0ade65000+1000]"
+    " likely on CPU 1 (core 1, socket 0)",
+    "{comm}[8146]: segfault at 0 ip 0 sp 0 error 4 in {file}[401000+1000]",
+    "traps: {comm}[8157] general protection fault ip:561c82fdd161 sp:7ffce1b564f0 error:0 in {file}[1161,561c+1000]",
+    "traps: {comm}[8163] trap int3 ip:55ce43b4f12e sp:7fff07213b20 error:0 in {file}[112e,55ce43b4f000+1000]",
+    "{comm} (69): drop_caches: 3",
+    # linux arch/x86/kernel/{signal,umip}.c, arch/arm64/kernel, arch/powerpc/kernel
+    "{comm}[77] bad frame in rt_sigreturn frame:0 ip:0 sp:0 orax:0 in {file}[401000+1000]",
+    "umip: {comm}[77] ip:401000 sp:7ffc: SGDT instruction cannot be used by applications.",
+    "{comm}[77]: unhandled exception: DABT (lower EL), ESR 0x0, unhandled level 0 translation fault in {file}[0+1000]",
+    "{comm}[77]: segfault (11) at 0 nip 0 lr 0 code 1 in {file}[0+1000]",
+    # linux mm, kernel, block, security
+    "{comm} invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+    "{comm}: page allocation failure: order:4, mode:0x40cc0, nodemask=(null),cpuset={file},mems_allowed=0",
+    "{comm}: attempt to access beyond end of device",
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset={file},task={comm},pid=1234,uid=1000",
+    "mmap: {comm} (77): VmData 4096 exceed data ulimit 0. Update limits or use boot option ignore_rlimit_data.",
+    "process '{file}' started with executable stack",
+    "capability: warning: `{comm}' uses 32-bit capabilities (legacy support in use)",
+    "netlink: 8 bytes leftover after parsing attributes in process `{comm}'.",
+    "warning: `{comm}' uses wireless extensions which will stop working for Wi-Fi 7 hardware; use nl80211",
+    'ptrace attach of "{file}"[1] was attempted by "{file}"[2]',
+    'audit: type=1701 audit(1.1:1): auid=1000 comm="{comm}" exe="{file}" sig=11 res=1',
+    "overlayfs: failed to resolve '{file}': -2",
+    "usb 1-1: Product: {file}",
+    "{file}IN=lo OUT= MAC=00:00 SRC=127.0.0.1 DST=127.0.0.1 LEN=84",  # the prefix of a packet filter's rule
+    " in {file}[1170,55e0ade65000+1000]",  # the rest of an interrupted line
+]  # fmt: skip
+"""messages in which the kernel prints what a user chose"""
+
+
+def as_the_kernel_prints(comm: str) -> str:
+    """The first 15 bytes, as /dev/kmsg escapes them."""
+    return "".join(chr(b) if 32 <= b < 127 and b != 92 else f"\\x{b:02x}" for b in comm.encode()[:15])
+
+
+@pytest.mark.parametrize("form", KERNEL_FORMATS)
+def test_no_name_that_a_user_chooses_is_taken_for_a_message(form: str) -> None:
+    for comm in ("x", *HOSTILE):
+        for file in ("x", *HOSTILE):
+            line = form.format(comm=as_the_kernel_prints(comm), file=file)
+            assert recognise(line.encode(), 0.0) is None, line
+
+
+@given(
+    st.sampled_from(KERNEL_FORMATS),
+    st.lists(st.sampled_from(sorted({part for line in HOSTILE for part in re.split(r"(?<=[ :(])", line)})), max_size=6),
+    st.text(max_size=15),
+    st.sampled_from(HOSTILE),
+)
+def test_no_mixture_of_names_is_taken_for_a_message(form: str, parts: list[str], comm: str, file: str) -> None:
+    for name in (comm, "".join(parts)):
+        line = form.format(comm=as_the_kernel_prints(name), file="".join(parts) or file)
+        assert recognise(line.encode(), 0.0) is None, line
+
+
+@pytest.mark.parametrize(("head", "expected"), [
+    ("4,101,1000,-", [79]), ("0,101,1000,-,caller=T1", [79]),
+    ("12,101,1000,-", []),  # facility 1: a program wrote it into /dev/kmsg
+    ("28,101,1000,-", []),  # facility 3: a daemon did
+    ("4,101,1000,c", []), ("4,101,1000,+", []),  # goes on with another record
+])  # fmt: skip
+def test_only_what_the_kernel_itself_wrote_counts(tmp_path: Path, head: str, expected: list[int]) -> None:
+    (tmp_path / "kmsg").write_text(f"{head};{XID_79}\n")
+    reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg")))
+    assert [event.xid for event in reader.read().events] == expected
+    reader.close()
+
+
+def test_an_xid_says_whether_the_node_has_such_a_device(tmp_path: Path) -> None:
+    devices = tmp_path / "sys/bus/pci/devices"
+    for address, vendor in (("0000:1b:00.0", "0x10de"), ("0000:cb:00.0", "0x8086")):
+        (devices / address).mkdir(parents=True)
+        (devices / address / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "proc/driver/nvidia/gpus/0000:2a:00.0").mkdir(parents=True)
+    lines = [f"4,{n},1000,-;NVRM: Xid (PCI:0000:{bus}:00): 79, x" for n, bus in enumerate(("1b", "cb", "2a", "99"))]
+    (tmp_path / "kmsg").write_text("\n".join(lines) + "\n")
+    options = ReaderOptions(kmsg=str(tmp_path / "kmsg"), sysfs=str(tmp_path / "sys"), proc=str(tmp_path / "proc"))
+    reader = KernelReader(options)
+    shutil.rmtree(devices / "0000:1b:00.0")  # a GPU that fell off its bus may be gone from the list
+    assert [event.pci_exists for event in reader.read().events] == [True, False, True, False]
+    reader.close()
+
+
+def test_an_xid_says_nothing_of_its_device_where_devices_cannot_be_listed(tmp_path: Path) -> None:
+    (tmp_path / "kmsg").write_text(f"4,1,1000,-;{XID_79}\n")
+    reader = KernelReader(ReaderOptions(kmsg=str(tmp_path / "kmsg"), sysfs=str(tmp_path), proc=str(tmp_path)))
+    assert [event.pci_exists for event in reader.read().events] == [None]
+    reader.close()
 
 
 def test_a_long_line_is_cut() -> None:

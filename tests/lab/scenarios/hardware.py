@@ -217,7 +217,8 @@ class Machines:
             active = tuple(incident for since, until, incident in machine.incidents if since <= now < until)
             run = now // _HEALTH_EVERY * _HEALTH_EVERY
             exported = tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus)
-            data = r.DcgmData(exported, active, health_at=UPTIME + run)
+            data = r.DcgmData(exported, active, health_at=UPTIME + run,
+                              driver_gpus=tuple(gpu.uuid for gpu in machine.gpus))  # fmt: skip
         return r.Reading(reader, at, data)
 
 
@@ -225,7 +226,7 @@ def _xid(machine: _Machine, event: Event, gpu: r.Gpu, first: float) -> None:
     """Told by the kernel log, by NVML's events and by DCGM's counts, if they can be read; a line of the past only by
     the log."""
     text = f"NVRM: Xid (PCI:{gpu.pci}): {event.xid}, {event.text or 'pid=4711, name=python'}"
-    line = r.KernelEvent(kind="xid", text=text, xid=event.xid, pci=gpu.pci)
+    line = r.KernelEvent(kind="xid", text=text, xid=event.xid, pci=gpu.pci, pci_exists=True)
     for n in range(event.times):
         at = first + n * event.every.a
         if "kernel" in event.by_readers:

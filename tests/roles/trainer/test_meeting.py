@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from rrl.roles.link import Stopping
 from rrl.roles.trainer import gang as gang_module
 from rrl.roles.trainer.gang import Gang, lost_another
 from rrl.spec.words import Life, ReplicaId
+from rrl.transport.address import NoAddress
 from rrl.transport.messages import Peer, Peers
 
 pytestmark = pytest.mark.torch
@@ -75,6 +77,18 @@ def test_until_all_have_joined_a_member_waits_and_leaves_when_it_is_asked_to(tol
         _place(told)
 
 
+def test_gloo_is_not_left_to_choose_an_interface_where_none_has_the_runs_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    with pytest.raises(NoAddress, match=r"no interface has the address 203\.0\.113\.1"):
+        gang_module._stay_on("203.0.113.1")
+    gang_module._stay_on("127.0.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+
+
 def test_the_store_listens_at_the_runs_address_alone() -> None:
     me: Any = Member()
     store = gang_module._open_store(me)
@@ -104,7 +118,7 @@ def test_the_loss_of_a_member_is_told_from_an_error_of_ones_own() -> None:
 
 def test_alone_a_trainer_needs_nobody() -> None:
     gang = Gang()
-    assert (gang.rank, gang.world, gang.sum([1.5]), gang.gather("x")) == (0, 1, [1.5], ["x"])
+    assert (gang.rank, gang.world, gang.sum([1.5]), gang.gather("x", str)) == (0, 1, [1.5], ["x"])
     model = torch.nn.Linear(2, 2)
     assert gang.shard(model) is model
     assert not torch.distributed.is_initialized()

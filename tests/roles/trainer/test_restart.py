@@ -123,9 +123,13 @@ def test_a_member_says_that_it_waits_for_the_first_one_which_asks_the_store() ->
     class Second(Gang):
         asked: ClassVar[list[list[str]]] = []
 
-        def gather(self, mine: Any) -> list[Any]:
+        def gather(self, mine: Any, kind: Any) -> list[Any]:
             self.asked.append(list(waits))
-            return [mine] if mine is not None else [commit(4, 1), None]
+            return [mine]
+
+        def from_first(self, do: Any, kind: Any) -> Any:
+            self.asked.append(list(waits))
+            return commit(4, 1)
 
     life = Life(ReplicaId("trainer/0.1"), 1)
     me: Any = SimpleNamespace(

@@ -131,9 +131,9 @@ def test_a_member_that_waits_for_the_commit_says_that_it_waits_for_the_first_one
         yield
         waits.pop()
 
-    def from_first(saver: Saver, do: Any) -> Any:
+    def from_first(saver: Saver, do: Any, kind: Any) -> Any:
         given.append(list(waits))
-        return fresh_folder(run.checkpoints, 1, 1), Written({})
+        return str(fresh_folder(run.checkpoints, 1, 1)), Written({})
 
     me.held_up_by = held_up_by
     monkeypatch.setattr(Saver, "_from_first", from_first)

@@ -107,9 +107,12 @@ def commit(store: Store, batch: Batch | PackedBatch, who: Life = TRAINER) -> Non
     store.flush()
 
 
-def train(store: Store, number: int, who: Life = TRAINER, tokens: Sequence[int] = (5, 1)) -> Batch:
-    """Everything that step ``number`` needs, and the step."""
-    generate(store, tokens=tokens)
+def train(
+    store: Store, number: int, who: Life = TRAINER, tokens: Sequence[int] = (5, 1), at_most: int = 1000,
+    weights: int | None = None,
+) -> Batch:  # fmt: skip
+    """Everything that step ``number`` needs, and the step. ``at_most`` trajectories are generated."""
+    generate(store, at_most=at_most, tokens=tokens, weights=weights)
     score(store)
     batch = bind(store, number, who)
     commit(store, batch, who)

@@ -150,11 +150,12 @@ class Script:
         for number in range(1, steps + 1):
             mine, yours = self.lease(ROLLOUT, 5), self.lease(OTHER)
             begun = {x.trajectory: number for x in mine}
-            if number == _LATE and self._staleness is not None:  # just in time for this step, of which it is none
+            if number == _LATE and self._staleness is not None:  # in time for this step, but not complete
                 begun[mine[-1].trajectory] = number - 1 - self._staleness
             self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far])
             rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
-            self.append(ROLLOUT, rest, tuple(x.trajectory for x in mine))
+            late = {mine[-1].trajectory} if number == _LATE and self._staleness is not None else set()
+            self.append(ROLLOUT, rest, tuple(x.trajectory for x in mine if x.trajectory not in late))
             self.append(OTHER, [segment(x.trajectory, 0, (7, 1), number) for x in yours],
                         tuple(x.trajectory for x in yours))  # fmt: skip
             if number == 2:

@@ -1,10 +1,15 @@
-"""No token is trained on that is older than ``[sampling] staleness`` allows, and the run goes on nevertheless."""
+"""``late = "drop"``: no token is trained on that is older than ``[sampling] staleness`` allows, and the run goes on.
+
+``late = "wait"`` is proved in ``test_waiting.py``; what both have in common, mainly which weights a rollout may begin
+with, is tested here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +19,7 @@ from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Le
 from rrl.roles.worker import _told_by
 from rrl.spec.words import Life
 from rrl.tests.roles.trajectories.crew import (
+    ALL,
     BATCH,
     GROUP,
     MAX_NEW,
@@ -26,14 +32,18 @@ from rrl.tests.roles.trajectories.crew import (
     generate,
     lease,
     life,
-    open_store,
     score,
     segment,
     train,
 )
+from rrl.tests.roles.trajectories.crew import open_store as _open_store
 
 SIZE = BATCH * GROUP
 """trajectories of a step"""
+
+
+def open_store(folder: Path, living: Sequence[Life] = ALL, **changed: Any) -> Store:
+    return _open_store(folder, living, waits=False, **changed)
 
 
 def _too_old(most: int) -> str:
@@ -372,14 +382,23 @@ def test_whatever_happened_before_each_step_is_fresh_and_a_rollout_with_current_
     run.store.close()
 
 
-def test_of_a_batch_the_trainer_tells_what_was_dropped_before_it_where_there_is_a_limit(tmp_path: Path) -> None:
-    store = open_store(tmp_path, staleness=0)
-    train(store, 1)
-    generate(store, weights=1)
+def test_metrics_of_a_batch_tell_the_ages_of_its_tokens_and_where_limited_what_was_dropped(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=1)
+    items = [item.trajectory for item in lease(store, at_most=2 * SIZE, weights=0)]
+    assert store.append(ROLLOUT, [segment(t, 0, (5, 1), 0) for t in items[:SIZE]], items[:SIZE]) == Done()
+    assert store.append(ROLLOUT, [segment(t, 0, (5,), 0) for t in items[SIZE:]]) == Done()
     score(store)
-    second = bind(store, 2)
-    assert _told_by(second, 0) == {"reward": 1.0, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
-    assert _told_by(second, None) == {"reward": 1.0}
+    commit(store, bind(store, 1))
+    assert store.append(ROLLOUT, [segment(t, 1, (6, 1), 1) for t in items[SIZE:]], items[SIZE:]) == Done()
+    score(store)
+    answer = store.batch(TRAINER, 2)
+    assert isinstance(answer, Bound)
+    ages = {"reward": 1.0, "token_age_p50": 0.0, "token_age_max": 1.0, "token_age_run_max": 1.0}
+    assert _told_by(answer.batch, "unlimited") == ages
+    assert _told_by(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
+    stale = msgspec.structs.replace(answer.batch, stale=BATCH)
+    assert _told_by(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
+    assert store.audit().max_age == 1
 
 
 # ── it is told ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -27,20 +28,23 @@ from rrl.roles.trajectories.types import (
     CommittedState,
     Denied,
     Done,
+    FollowVersions,
     GetBatch,
     Item,
     Leased,
     LeaseScoring,
     LeaseWork,
+    NewestVersion,
     NotYet,
     PackedBatch,
+    PostScores,
     Request,
     Score,
     Segment,
 )
 from rrl.spec.job import Job
 from rrl.spec.load import resolved
-from rrl.spec.words import Life, member_id
+from rrl.spec.words import Life, Version, member_id
 from rrl.tests.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -61,7 +65,7 @@ from rrl.tests.roles.trajectories.crew import (
 from rrl.tests.roles.trajectories.store_process import StoreProcess
 from rrl.transport.control import Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Peer, Peers, Probe, Probed
+from rrl.transport.messages import Holder, Peer, Peers, Probe, Probed
 from rrl.transport.wire import Bounds
 
 DEADLINE = 60.0
@@ -279,10 +283,11 @@ def _serve(
     play: Callable[[Store, Server, Script], Awaitable[None]],
     done: Callable[[int], None] = lambda _: None,
     store: Store | None = None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> None:
     async def run(store: Store) -> None:
         script = Script(store)
-        server = Server(store, cast(Listener, script), done)
+        server = Server(store, cast(Listener, script), done, note)
         running = asyncio.create_task(server.run())
         await play(store, server, script)
         server.stop()
@@ -504,7 +509,7 @@ class InThisProcess:
 def test_a_rollout_whose_weights_are_too_old_gets_work_as_soon_as_it_has_newer_ones(tmp_path: Path) -> None:
     async def run() -> None:
         store = open_store(tmp_path, staleness=0)
-        train(store, 1)
+        train(store, 1, at_most=BATCH * GROUP, weights=0)
         here = [0]
         client = TrajectoryClient(RunKeys.make(), ROLLOUT, lambda: None, weights=lambda: here[0])
         dialer = InThisProcess(store)
@@ -531,7 +536,7 @@ def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp
         assert script.told[0] == Leased((), outdated=True)
 
     store = open_store(tmp_path, staleness=0)
-    train(store, 1)
+    train(store, 1, at_most=BATCH * GROUP, weights=0)
     _serve(tmp_path, play, served.append, store)
     assert sum(served) == 0
 
@@ -552,9 +557,38 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
             await script.until(partial(script.told.__contains__, ask))
 
     store = open_store(tmp_path, staleness=0)
-    train(store, 1)
+    train(store, 1, at_most=BATCH * GROUP, weights=0)
     _serve(tmp_path, play, store=store)
     assert capsys.readouterr().out.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
+
+
+def test_note_says_what_a_waiting_trainer_waits_for_and_is_cleared_once_it_has_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "NOTE_AFTER_S", 0.0)
+    monkeypatch.setattr(server_module, "NOTE_INTERVAL_S", 0.0)
+    notes: list[str] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, LeaseWork(ROLLOUT, BATCH * GROUP, weights=0))
+        script.say(1, GetBatch(TRAINER, 1, wait=0.0))
+        await script.until(lambda: bool(notes))
+        assert notes[-1] == f"the trainer waits for group 0 ({ROLLOUT}) and 1 more: their last step is 1"
+        last = BATCH * GROUP - 1
+        script.say(2, Append(ROLLOUT, tuple(segment(t) for t in range(last + 1)), tuple(range(last))))
+        script.say(3, LeaseScoring(REWARD, 100))
+        await script.until(lambda: 3 in script.told)
+        script.say(4, PostScores(REWARD, tuple(Score(t, 1.0, 1.0) for t in range(last))))
+        script.say(5, GetBatch(TRAINER, 1, wait=0.0))
+        await script.until(lambda: notes[-1].endswith("its last step is 1"))
+        assert notes[-1] == f"the trainer waits for group {BATCH - 1} ({ROLLOUT}): its last step is 1"
+        script.say(6, Append(ROLLOUT, (), (last,)))
+        script.say(7, PostScores(REWARD, (Score(last, 1.0, 1.0),)))
+        script.say(8, GetBatch(TRAINER, 1))
+        await script.until(lambda: notes[-1] == "")
+        assert isinstance(script.told[8], msgspec.Raw)
+
+    _serve(tmp_path, play, store=open_store(tmp_path, staleness=0), note=notes.append)
 
 
 def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Path) -> None:
@@ -579,6 +613,36 @@ def test_a_store_that_only_says_that_there_is_nothing_does_no_work(tmp_path: Pat
     assert sum(served) == 3
 
 
+def test_a_store_that_only_tells_of_weight_versions_does_no_work(tmp_path: Path) -> None:
+    """Else a store that serves no work would never count as hung: every rollout asks it each few seconds."""
+    served: list[int] = []
+
+    async def play(store: Store, server: Server, script: Script) -> None:
+        script.say(0, FollowVersions(ROLLOUT, wait=DEADLINE))
+        await script.until(lambda: server._followers.due < math.inf)
+        version = Version(4, 1)
+        script.say(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        await script.until(lambda: len(script.told) == 2)
+        assert script.told[0] == script.told[1] == NewestVersion(version, (Holder(TRAINER, "tcp://trainer", version),))
+
+    _serve(tmp_path, play, served.append)
+    assert sum(served) == 0
+
+
+def test_a_rollout_is_told_of_versions_once_the_manager_has_named_it_to_the_store(tmp_path: Path) -> None:
+    async def play(store: Store, server: Server, script: Script) -> None:
+        late, version = life("rollout/7"), Version(4, 1)
+        script.say(0, FollowVersions(late, wait=DEADLINE))
+        script.say(1, FollowVersions(TRAINER, "tcp://trainer", version, version, wait=0.0))
+        await script.until(lambda: 1 in script.told)
+        assert 0 not in script.told
+        server.peers(frozenset((*ALL, late)))
+        await script.until(lambda: 0 in script.told)
+        assert isinstance(script.told[0], NewestVersion)
+
+    _serve(tmp_path, play)
+
+
 def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path) -> None:
     async def story() -> None:
         answers: list[Probed] = []
@@ -587,6 +651,7 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
             launch=SimpleNamespace(life=life("trajectories/0")), keys=RunKeys.make(), host="127.0.0.1", peers=None,
             stopping=stopping, progress=lambda units: None, on_peers=lambda callback: None,
             announce=lambda listens: announced.set(), on_probe=probes.on_probe, answer_probe=probes.answer,
+            note=lambda text: None,
         )  # fmt: skip
         serving = asyncio.create_task(server_module._serve(cast(Any, me), open_store(tmp_path)))
         async with asyncio.timeout(DEADLINE):

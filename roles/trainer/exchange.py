@@ -1,0 +1,71 @@
+"""How the members of a gang tell each other plain values: as msgpack of a known type, never as pickle.
+
+torch's object collectives (``all_gather_object``, ``broadcast_object_list`` …) unpickle what they receive, and gloo
+does not authenticate its connections: whoever reached a port of it could run code in every member. A value that is
+decoded here can be a wrong one, which fails the step, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+MAX_VALUE_BYTES = 64 * 2**20
+"""of one member's value. The largest are the places of the tensors in a checkpoint: about 150 bytes for each tensor of
+a member, of which a model of 100 layers has some thousands"""
+_FIRST = 0
+
+T = TypeVar("T")
+
+
+def gather(group: dist.ProcessGroup | None, mine: T, kind: Any) -> list[T]:
+    """The value of each member of ``group``, by rank; ``[mine]`` without a group. All members must call it.
+
+    ``kind`` is the type of the values, anything that msgspec decodes. Raises RuntimeError where another member is gone,
+    where a value is too large, and where one is not of that type."""
+    if group is None:
+        return [mine]
+    world = dist.get_world_size(group)
+    encoded = _encoded(mine)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([encoded.numel()]), group=group)
+    longest = _checked(max(int(size) for size in sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: encoded.numel()] = encoded
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    dist.all_gather(received, padded, group=group)
+    return [_decoded(data[: int(size)], kind) for data, size in zip(received, sizes, strict=True)]
+
+
+def from_first(group: dist.ProcessGroup | None, rank: int, do: Callable[[], T], kind: Any) -> T:
+    """What ``do`` gives in the first member, which alone calls it, in all members. Otherwise as :func:`gather`."""
+    if group is None:
+        return do()
+    encoded = _encoded(do()) if rank == _FIRST else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([encoded.numel()])
+    dist.broadcast(size, group=group, group_src=_FIRST)
+    data = encoded if rank == _FIRST else torch.empty(_checked(int(size)), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=_FIRST)
+    given: T = _decoded(data, kind)
+    return given
+
+
+def _encoded(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+
+
+def _decoded(data: torch.Tensor, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(data.contiguous().numpy().data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RuntimeError(f"another member of the gang sent something else than was expected: {error}") from None
+
+
+def _checked(nbytes: int) -> int:
+    if not 0 < nbytes <= MAX_VALUE_BYTES:
+        raise RuntimeError(f"a member of the gang announces a value of {nbytes} bytes; at most {MAX_VALUE_BYTES} fit")
+    return nbytes

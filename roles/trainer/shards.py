@@ -1,0 +1,114 @@
+"""Files of torch.distributed.checkpoint, written and read by a gang without its object collectives.
+
+``save`` and ``load`` of torch exchange their plans by pickle over gloo (:mod:`rrl.roles.trainer.exchange` says what is
+wrong with that). Here each member saves and loads as if it were alone; the members tell each other by msgpack which
+pieces of which tensors they wrote, and the first one writes ``.metadata`` from that. The files are those that torch
+would have written, and torch's own tools read them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+METADATA = ".metadata"
+"""which file holds which part of which tensor; torch reads it by pickle, so its digest is verified before"""
+
+
+class Piece(Struct, frozen=True, array_like=True):
+    """A part of a tensor, and where it lies."""
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    """shape of the tensor that it is a part of"""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int
+    """bytes from the beginning of the file"""
+    nbytes: int
+
+
+class _OwnWriter(FileSystemWriter):
+    """Writes the files of one member under the names that torch gives them, and keeps the metadata to itself."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, sync_files=True, overwrite=False)
+        self._own_rank = rank
+        self.pieces: list[Piece] = []
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=False)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for result in results[0]}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            for chunk in tensor.chunks:
+                place = places[MetadataIndex(name, chunk.offsets)]
+                self.pieces.append(
+                    Piece(name, dtype, tuple(tensor.size), tuple(chunk.offsets), tuple(chunk.sizes),
+                          place.relative_path, place.offset, place.length)
+                )  # fmt: skip
+
+
+def write_shards(state: Mapping[str, Tensor], folder: Path, rank: int) -> list[Piece]:
+    """Write this member's part of ``state`` into ``folder``, and fsync it; the first member writes all that is not
+    sharded. Tells nobody. Raises OSError, or torch's CheckpointException around one."""
+    if there := next(folder.glob(f"__{rank}_*"), None):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(there))
+    writer = _OwnWriter(folder, rank)
+    mine = {name: tensor for name, tensor in state.items() if rank == 0 or isinstance(tensor, DTensor)}
+    save(mine, storage_writer=writer, no_dist=True)
+    return writer.pieces
+
+
+def write_metadata(folder: Path, pieces: Iterable[Piece]) -> Path:
+    """Write the file from which the ``pieces`` of all members are read again; returns its path. Raises OSError, and
+    RuntimeError where a piece is none that :func:`write_shards` gives: it came over a network."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, WriteResult] = {}
+    for piece in pieces:
+        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+        index = MetadataIndex(piece.name, chunk.offsets)
+        if index in places:
+            continue  # empty shards, of a tensor with fewer rows than there are members, all lie at its end
+        places[index] = WriteResult(index, piece.nbytes, _StorageInfo(piece.file, piece.at, piece.nbytes))
+        dtype = getattr(torch, piece.dtype, None)
+        if not isinstance(dtype, torch.dtype) or Path(piece.file).name != piece.file:
+            raise RuntimeError(f"another member of the gang says that it wrote {piece}")
+        properties = TensorProperties(dtype=dtype)
+        whole = TensorStorageMetadata(properties, torch.Size(piece.whole), [])
+        tensors.setdefault(piece.name, whole).chunks.append(chunk)
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.set_up_storage_writer(True)
+    paths = {name: (name,) for name in tensors}  # in the state, which has no levels
+    writer.finish(Metadata({**tensors}, planner_data=paths), [list(places.values())])
+    return folder / METADATA
+
+
+def read_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Read this member's part of ``tensors`` in place, by however many members they were written. Tells nobody. Raises
+    OSError, or torch's CheckpointException."""
+    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)

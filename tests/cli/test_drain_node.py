@@ -1,0 +1,111 @@
+"""``rrl health drain-node``: what a hook's drain does in Slurm, whose commands are stood in for by a small cluster."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+
+import pytest
+
+from rrl.cli import app, node_drains
+from rrl.manager.cluster.slurm_commands import Ended
+
+
+class Cluster:
+    """Nodes n0, n1 … with a state and a reason each, as sinfo and scontrol show them."""
+
+    def __init__(self, count: int) -> None:
+        self.nodes = {f"n{index}": ("idle", 0.0, "none") for index in range(count)}
+        self.answers = True
+        self.at_same_time: list[str] = []
+        """nodes that hooks drain just before the next drain"""
+
+    def drain(self, node: str, reason: str = "rrl:health: x", ago: float = 0.0) -> None:
+        self.nodes[node] = ("drained", time.time() - ago, reason)
+
+    def drained(self) -> list[str]:
+        return [node for node, (state, _, _) in self.nodes.items() if state == "drained"]
+
+    async def command(self, argv: tuple[str, ...], within: float) -> Ended:
+        if not self.answers:
+            return Ended(1, "", "slurm_load_partitions: Unable to contact slurm controller (connect failure)")
+        if argv[0] == "sinfo":
+            lines = (f"{node}|{state}|{datetime.fromtimestamp(at).isoformat(timespec='seconds')}|{reason}"
+                     for node, (state, at, reason) in self.nodes.items())  # fmt: skip
+            return Ended(0, "\n".join(lines), "")
+        if argv[1] == "show":
+            state, _, reason = self.nodes[argv[-1]]
+            shown = f"NodeName={argv[-1]} State={'IDLE+DRAIN' if state == 'drained' else 'IDLE'}"
+            return Ended(0, f"{shown} Reason={reason} [root@2026-11-22T01:00:00]" if state == "drained" else shown, "")
+        changes = dict(word.split("=", 1) for word in argv[2:])
+        node = changes["NodeName"]
+        for other in self.at_same_time:
+            self.drain(other, ago=1.0)
+        self.nodes[node] = ("idle", 0.0, "none")
+        if changes["State"] == "DRAIN":
+            self.drain(node, changes["Reason"])
+        return Ended(0, "", "")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster(10)
+    monkeypatch.setattr(node_drains, "execute", made.command)
+    monkeypatch.setattr(node_drains, "SETTLES_S", 0.0)
+    return made
+
+
+def drain(node: str = "n5") -> int:
+    return app.run(["health", "drain-node", "--node", node, "--why", "mounts: /scratch hangs"])
+
+
+def test_a_node_is_drained_with_a_reason_of_the_hooks(cluster: Cluster) -> None:
+    assert drain() == 0
+    assert cluster.nodes["n5"][2] == "rrl:health: mounts: /scratch hangs"
+
+
+def test_a_drain_beyond_the_limit_is_held_back_and_says_why(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.drain("n1")
+    cluster.drain("n2", ago=300.0)
+    assert drain() == 1
+    assert cluster.drained() == ["n1", "n2"]
+    assert capsys.readouterr().out.startswith("held back: hooks have drained 2 of 10 nodes within 600 s")
+
+
+def test_drains_of_others_do_not_use_the_limit_up(cluster: Cluster) -> None:
+    for node in ("n1", "n2", "n3", "n4"):
+        cluster.drain(node, "the fan is loud")
+    assert drain() == 0
+
+
+def test_a_drain_that_met_others_at_the_same_moment_is_taken_back(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.at_same_time = ["n1", "n2"]
+    assert drain() == 1
+    assert cluster.drained() == ["n1", "n2"]
+    assert "held back" in capsys.readouterr().out
+
+
+def test_a_drain_beyond_the_limit_that_was_left_is_taken_back_by_the_next_call(cluster: Cluster) -> None:
+    for ago, node in enumerate(("n5", "n2", "n1")):
+        cluster.drain(node, ago=60.0 * ago)
+    assert drain("n5") == 1
+    assert drain("n2") == 0
+    assert cluster.drained() == ["n1", "n2"]
+
+
+def test_a_node_that_somebody_else_drained_is_left_as_it_is(cluster: Cluster) -> None:
+    cluster.drain("n5", "the fan is loud")
+    assert drain() == 0
+    assert cluster.nodes["n5"][2] == "the fan is loud"
+
+
+def test_a_slurm_that_does_not_answer_drains_nobody(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.answers = False
+    assert drain() == 3
+    assert "not drained: sinfo: slurm_load_partitions: Unable to contact" in capsys.readouterr().out
+    cluster.answers = True
+    assert drain("n77") == 3

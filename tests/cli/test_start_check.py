@@ -1,0 +1,167 @@
+"""A run whose managers die before they begin it: what waits for it ends, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli import app, start_check
+from rrl.cli.submit import watched
+from rrl.manager import start_failure as failures
+from rrl.manager import submit as starting
+from rrl.manager.resuming import Order, order
+from rrl.spec.load import load_job
+from rrl.spec.rundir import RUNS_ENV, RunDir, write_atomically
+from rrl.tests.cli.story import Story, completed, job_view
+from rrl.tests.spec.jobs import JOB
+
+NOWHERE = "203.0.113.0/24"
+"""TEST-NET-3 (RFC 5737): a network that no host is in"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A Slurm that answers squeue so; each call is a line of the file that is returned."""
+    calls, command = tmp_path / "calls", tmp_path / "bin" / "squeue"
+    calls.touch()
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\necho "$*" >> {calls}\n{script}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    return calls
+
+
+def submitted_to_slurm(root: Path, where: str = "job", jobs: tuple[str, ...] = ("71", "72")) -> RunDir:
+    run = RunDir(root / "fresh-1")
+    run.create()
+    view = msgspec.structs.replace(job_view(), cluster="slurm")
+    view = msgspec.structs.replace(view, manager=msgspec.structs.replace(view.manager, where=where))
+    run.view.write_bytes(msgspec.json.encode(view))
+    for job in jobs:
+        (run.submit / f"{job}_submitted.pkl").touch()
+    return run
+
+
+def test_a_local_manager_that_dies_at_its_start_ends_the_wait_as_rejected(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    job = load_job(path)
+    run = starting.create(job, path)
+    view = msgspec.structs.replace(job.view("python"), network=NOWHERE)
+    write_atomically(run.view, msgspec.json.encode(view))
+    starting.start_manager(run, view)
+    with pytest.raises(start_check.NeverBegan, match=rf"{run.id} is rejected: .*NoAddress: no interface with an addr"):
+        watched(run, json=True)
+    ended = json.loads(capsys.readouterr().out)
+    assert (ended["run"], ended["outcome"]) == (run.id, "rejected")
+    assert app.run(["status"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"{run.id}: rejected: its manager ended before the run began; the last line logged: ")
+    assert f"no interface with an address in {NOWHERE}" in told
+
+
+def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_line(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    squeue(tmp_path, monkeypatch, "exit 0")
+    run = submitted_to_slurm(root)
+    (run.submit / "71_0_log.err").write_text("an older one\n")
+    (run.submit / "72_0_log.err").write_text("Traceback\nNoAddress: \x1b]0;none\nsrun: error: n1: task 0: Exited\n")
+    assert app.run(["status"]) == 0
+    told = capsys.readouterr().out
+    assert told == (f"fresh-1: rejected: all 2 managers ended before the run began; the last line logged: NoAddress:"
+                    f" ?]0;none (logs: {run.submit})\n")  # fmt: skip
+    assert app.run(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "rejected"
+
+
+@pytest.mark.parametrize(
+    ("answer", "jobs"),
+    [
+        ("echo 72", ("71", "72")),  # the second one waits
+        ("echo Socket timed out >&2; exit 1", ("71", "72")),
+        ("exit 0", ()),  # nothing was submitted: it runs in the foreground, or its submission is under way
+    ],
+)
+def test_a_run_that_may_still_be_begun_is_not_rejected(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str,
+    jobs: tuple[str, ...],
+) -> None:  # fmt: skip
+    squeue(tmp_path, monkeypatch, answer)
+    submitted_to_slurm(root, jobs=jobs)
+    assert app.run(["status"]) == 0
+    assert "has not started yet" in capsys.readouterr().out
+
+
+def test_a_local_manager_that_was_started_on_another_machine_is_not_judged(root: Path) -> None:
+    run = submitted_to_slurm(root, jobs=("4194304",))
+    view = msgspec.structs.replace(job_view(), cluster="local")
+    (run.submit / failures.HOST_FILE).write_text("elsewhere")
+    assert failures.start_failure(run, view) == ""
+    (run.submit / failures.HOST_FILE).write_text(os.uname().nodename)
+    assert "its manager ended before the run began; nothing was logged" in failures.start_failure(run, view)
+
+
+@pytest.mark.parametrize(("line", "state", "may_be"), [(b"", "R", True), (b"", "Z", False), (b"other\0", "S", False)])
+def test_a_process_in_the_middle_of_execve_may_be_the_managers_and_a_zombie_is_not(
+    root: Path, tmp_path: Path, line: bytes, state: str, may_be: bool
+) -> None:
+    run = submitted_to_slurm(root)
+    (tmp_path / "cmdline").write_bytes(line)
+    (tmp_path / "stat").write_text(f"77 (python (x)) {state} 1 77 77")
+    assert failures._is_of(tmp_path, run) is may_be
+    (tmp_path / "cmdline").write_bytes(b"\0".join((b"python", b"-m", b"submitit.local._local", bytes(run.submit), b"")))
+    assert failures._is_of(tmp_path, run)
+
+
+def test_slurm_is_asked_for_the_managers_of_a_waiting_run_at_most_once_in_ten_seconds(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = squeue(tmp_path, monkeypatch, "echo 72")
+    times = [100.0, 100.5, 109.5, 110.0]
+    monkeypatch.setattr("rrl.cli.start_check.time.monotonic", lambda: times[0])
+    check = start_check.StartCheck(submitted_to_slurm(root))
+    while times:
+        assert check.failure(None) == ""
+        times.pop(0)
+    assert calls.read_text().count("--name=fresh-1.manager") == 2
+
+
+def test_a_run_that_a_manager_began_and_ended_during_the_check_is_not_rejected(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed("fresh-1").written(tmp_path / "told")
+    run = submitted_to_slurm(root)
+    squeue(tmp_path, monkeypatch, f"cp {tmp_path}/told/fresh-1/journal/* {run.journal}")
+    assert start_check.StartCheck(run).failure(None) == ""
+
+
+def test_a_resumed_run_whose_new_managers_died_says_so_until_one_takes_the_order(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue(tmp_path, monkeypatch, "exit 0")
+    story = completed("small-7")
+    run = story.written(root)
+    view = msgspec.structs.replace(job_view(), cluster="slurm")
+    run.view.write_bytes(msgspec.json.encode(view))
+    (run.submit / "60_submitted.pkl").touch()  # of its earlier life
+    os.utime(run.submit / "60_submitted.pkl", (1, 1))
+    state = story.told()
+    assert start_check.StartCheck(run).failure(state) == ""
+    order(run, Order("me", "1", view, "job.toml", state.ended or 0.0), lambda making: None)
+    assert start_check.StartCheck(run).failure(state) == "", "no manager was submitted for this order yet"
+    (run.submit / "73_submitted.pkl").touch()
+    with pytest.raises(start_check.NeverBegan, match="small-7 does not go on: its manager ended before"):
+        watched(run, json=False, after=state.seq)
+    assert start_check.StartCheck(run).failure(Story("small-7").works().told()) == ""

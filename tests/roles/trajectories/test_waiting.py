@@ -1,0 +1,253 @@
+"""``late = "wait"``: no token is too old when it is trained, no group is dropped for that, nothing waits for ever."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrl.roles.trajectories.types import Denied, Done, NotYet
+from rrl.tests.roles.trajectories.crew import (
+    BATCH,
+    GROUP,
+    OTHER,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    bind,
+    commit,
+    generate,
+    lease,
+    open_store,
+    score,
+    segment,
+)
+from rrl.tests.roles.trajectories.virtual_run import BROKEN, Setting, VirtualRun
+
+SIZE = BATCH * GROUP
+"""trajectories of a step"""
+MAX_TICKS = 3000
+"""in which the next few steps must come about once nothing goes wrong any more: some 20 times what they take"""
+
+
+# ── whatever happens ───────────────────────────────────────────────────────────────────────────────────────────────
+@st.composite
+def _settings(draw: st.DrawFn) -> Setting:
+    staleness = draw(st.integers(0, 4))
+    return Setting(
+        staleness=staleness,
+        groups=draw(st.integers(1, 3)),
+        size=draw(st.integers(2, 3)),
+        ahead=draw(st.integers(0, 6)),
+        uncommitted=draw(st.integers(0, 3)),
+        rollouts=draw(st.integers(1, 3)),
+        step_ticks=draw(st.integers(1, 12)),
+        publish_every=draw(st.integers(1, staleness + 1)),
+        fetch_chance=draw(st.sampled_from([0.05, 0.3, 1.0])),
+        segment=draw(st.integers(1, 8)),
+        unaskable=draw(st.sampled_from([0.0, 0.2])),
+        unscorable=draw(st.sampled_from([0.0, 0.05])),
+    )
+
+
+_Mishap = st.tuples(
+    st.integers(0, 25), st.sampled_from(["rollout", "rollout", "trainer", "store", "resume"]), st.integers(0, 4)
+)
+"""ticks until it, what happens, and to which rollout or with which limit"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(setting=_settings(), mishaps=st.lists(_Mishap, max_size=15), seed=st.integers(0, 2**32))
+def test_no_token_is_too_old_no_group_is_dropped_for_age_and_each_step_comes_about(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting, mishaps: list[tuple[int, str, int]], seed: int
+) -> None:
+    run = VirtualRun(tmp_path_factory.mktemp("run"), setting, seed)
+    resumed = {0: setting.staleness}
+    for ticks, what, n in mishaps:
+        for _ in range(ticks):
+            run.tick()
+        if what == "rollout":
+            run.kill_rollout(f"rollout/{n % setting.rollouts}")
+        elif what == "trainer":
+            run.kill_trainer()
+        elif what == "store":
+            run.restart_store()
+        else:
+            before = run.store.audit()
+            run.resume(max(n, setting.publish_every - 1))
+            resumed[run.bound()] = run.setting.staleness
+            dropped = _stale(run.store.audit().dropped) - _stale(before.dropped)
+            assert not dropped or (run.setting.staleness or 0) < (setting.staleness or 0), "the limit did not shrink"
+            setting = run.setting
+    stale = _stale(run.store.audit().dropped)
+    target, ticks = run.bound() + setting.groups + 8, 0
+    while run.bound() < target:
+        run.tick()
+        ticks += 1
+        assert ticks < MAX_TICKS, f"step {run.bound() + 1} does not come about: {run.store.waiting(run.bound() + 1)}"
+    audit = run.store.audit()
+    assert _stale(audit.dropped) == stale, "a group was dropped for its age without a resume"
+    for step, age in run.ages.items():
+        limit = resumed[max(first for first in resumed if first < step)]
+        assert limit is not None
+        assert age <= limit
+    assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
+    run.store.close()
+
+
+def _stale(dropped: dict[str, int]) -> int:
+    return sum(count for reason, count in dropped.items() if reason.startswith("stale"))
+
+
+# ── one rule at a time ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_step_is_not_bound_before_the_group_whose_last_step_it_is(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    items = [item.trajectory for item in lease(store, weights=0)]
+    assert items == list(range(SIZE)), "no more groups than step 1 takes"
+    assert store.append(ROLLOUT, [segment(t, 0, (5, 1), 0) for t in items], items[:-1]) == Done()
+    score(store)
+    assert store.batch(TRAINER, 1) == NotYet()
+    assert store.waiting(1) == "the trainer waits for group 1 (rollout/0#1): its last step is 1"
+    assert store.append(ROLLOUT, [], items[-1:]) == Done()
+    score(store)
+    assert bind(store, 1).groups == (0, 1)
+    assert store.waiting(1) is None
+
+
+def test_step_leaves_no_more_groups_than_the_steps_after_it_have_places_for(tmp_path: Path) -> None:
+    """Nothing is due at step 2, yet with two complete groups that may wait it would leave four for step 3."""
+    store = open_store(tmp_path, staleness=2, max_ahead_batches=9)
+    old = [item.trajectory for item in lease(store, ROLLOUT, weights=0)]
+    assert len(old) == 3 * SIZE
+    assert store.append(ROLLOUT, [segment(t) for t in old[:SIZE]], old[:SIZE]) == Done()
+    score(store)
+    commit(store, bind(store, 1))
+    assert len(generate(store, OTHER, at_most=SIZE, weights=1)) == SIZE
+    score(store)
+    assert store.batch(TRAINER, 2) == NotYet()
+    assert store.waiting(2) == "the trainer waits for group 2 (rollout/0#1) and 3 more: their last step is 3"
+    assert store.append(ROLLOUT, [segment(t) for t in old[SIZE:]], old[SIZE:]) == Done()
+    score(store)
+    assert [bind(store, number).groups for number in (2,)] == [(2, 3)]
+    commit(store, bind(store, 2))
+    assert bind(store, 3).groups == (4, 5)
+    assert store.audit().dropped == {}
+
+
+def test_lease_counts_before_its_first_token(tmp_path: Path) -> None:
+    """What rollouts hold is as old as the weights they took it with, whether they have said a word of it or not."""
+    store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
+    assert len(lease(store, ROLLOUT, weights=0)) == 2 * SIZE
+    assert lease(store, OTHER, weights=0) == ()
+
+
+def test_group_that_cannot_be_scored_keeps_no_place(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=0)
+    generate(store, weights=0)
+    assert store.lease_scoring(REWARD, 1000)
+    assert store.post_scores(REWARD, [], {0: BROKEN}) == Done()
+    assert store.audit().dropped == {BROKEN: GROUP}
+    generate(store, weights=0)
+    store.peers((ROLLOUT, TRAINER, OTHER))
+    score(store, OTHER)
+    assert bind(store, 1).groups == (1, 2)
+
+
+def test_append_that_no_step_can_take_in_time_is_taken_away_and_leased_anew(tmp_path: Path) -> None:
+    """Its tokens are of older weights than the rollout told when it took the trajectory."""
+    store = open_store(tmp_path, staleness=0)
+    generate(store, weights=0)
+    score(store)
+    commit(store, bind(store, 1))
+    taken = [item.trajectory for item in lease(store, ROLLOUT, weights=1)]
+    late, *rest = taken
+    denied = store.append(ROLLOUT, [segment(late, 0, (5,), 0), *(segment(t, 0, (5,), 1) for t in rest)])
+    assert isinstance(denied, Denied)
+    assert denied.lost == (late,)
+    assert store.append(ROLLOUT, [segment(t, 0, (5,), 1) for t in rest]) == Done()
+    (again,) = lease(store, OTHER, weights=1)
+    assert (again.trajectory, again.so_far) == (late, ())
+    assert store.audit().dropped == {}
+
+
+def test_begun_trajectories_are_leased_before_new_ones_and_oldest_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=3, max_ahead_batches=9)
+    generate(store, OTHER, at_most=SIZE, weights=0)
+    score(store)
+    (left,) = lease(store, ROLLOUT, 1, weights=0)
+    assert store.append(ROLLOUT, [segment(left.trajectory, 0, (5,), 0)]) == Done()
+    commit(store, bind(store, 1))
+    newer = lease(store, OTHER, 1, weights=1)[0].trajectory
+    assert store.append(OTHER, [segment(newer, 0, (5,), 1)]) == Done()
+    store.peers((REWARD, TRAINER, OTHER))
+    assert lease(store, OTHER, 1, [newer], weights=1)[0].trajectory == left.trajectory
+
+
+def test_store_opened_with_a_smaller_limit_drops_only_what_no_step_can_take(tmp_path: Path) -> None:
+    store = open_store(tmp_path, staleness=4, max_ahead_batches=9)
+    generate(store, at_most=4 * SIZE, weights=0)
+    score(store)
+    commit(store, bind(store, 1))
+    store.flush()
+    store = open_store(tmp_path, staleness=4, max_ahead_batches=9)
+    assert store.audit().dropped == {}
+    store.close()
+    store = open_store(tmp_path, staleness=2, max_ahead_batches=9)
+    assert _stale(store.audit().dropped) == SIZE, "of six groups four are for steps 2 and 3"
+    assert [bind(store, number).groups for number in (2, 3)] == [(2, 3), (4, 5)]
+
+
+def test_trainer_whose_weights_are_too_old_for_rollouts_to_begin_is_told_to_publish(tmp_path: Path) -> None:
+    """A trainer that publishes once and never again: the store says why nothing goes on."""
+    store = open_store(tmp_path, staleness=1, max_ahead_batches=9)
+    for number in (1, 2):
+        generate(store, at_most=SIZE, weights=0)
+        score(store)
+        commit(store, bind(store, number))
+    answer = store.lease_work(ROLLOUT, 1, (), 0)
+    assert answer == store.lease_work(ROLLOUT, 1, (), 0)
+    assert store.waiting(3) == (
+        "the trainer waits for step 3, the rollouts for weights of step 1 or newer: theirs are of step 0;"
+        " a trainer must publish at least once in 2 steps"
+    )
+
+
+# ── what is trained is not biased ──────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("waits", "low", "high"), [(True, 0.97, 1.03), (False, 0.0, 0.9)])
+def test_lengths_of_trained_prompts_match_those_asked_for_only_if_steps_wait(
+    tmp_path: Path, waits: bool, low: float, high: float
+) -> None:
+    """Answers are log-normal, sigma 1, 65 % of the variance the prompt's; the trainer is as fast as half of them."""
+    biases = []
+    for seed in range(3):
+        median, length = _long_tailed(seed)
+        setting = Setting(
+            staleness=2, waits=waits, groups=8, size=4, ahead=2, step_ticks=6, longest=80, fetch_chance=1.0, segment=1
+        )
+        run = VirtualRun(tmp_path / f"{seed}", setting, seed, length)
+        while run.bound() < 40:
+            run.tick()
+        trained = [median(group) for batch in run.batches.values() for group in batch.groups]
+        asked = [median(group) for group in range(max(max(batch.groups) for batch in run.batches.values()) - 16)]
+        biases.append(mean(trained) / mean(asked))
+        run.store.close()
+    assert low <= mean(biases) <= high
+
+
+def _long_tailed(seed: int) -> tuple[Callable[[int], float], Callable[[int], int]]:
+    """The median length of an item's answers, and the length of another answer of it; in ticks, median 4 of all."""
+    answers = random.Random(seed)
+
+    def median(item: int) -> float:
+        return math.exp(random.Random(f"{seed} {item}").gauss(math.log(4), math.sqrt(0.65)))
+
+    def length(item: int) -> int:
+        return round(median(item) * answers.lognormvariate(0, math.sqrt(0.35)))
+
+    return median, length

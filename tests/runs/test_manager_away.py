@@ -1,0 +1,118 @@
+"""Rollouts go on receiving new weight versions while the manager is frozen, and when it is dead for good."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.tests.lab.runs import DEADLINE, TestRun, check_sound, light_job, lives, others, submit_here, submit_on
+from rrl.tests.lab.slurm import SlurmLab
+
+STEPS_AWAY = 40
+"""steps that are trained while the manager is away"""
+MAX_AGE = 10
+"""weight versions that a trained token may be old then. While versions arrive, the light run's tokens are 1 to 4
+versions old (the default ``ahead`` and a pull); without news a token of the last of those steps is about 40 old"""
+
+
+def _manager_pid(run: TestRun) -> int:
+    pid: int = json.loads((run.run.epochs / "000001").read_text())["pid"]
+    return pid
+
+
+def _trained(run: TestRun, step: int) -> Path | None:
+    """What the light trainer noted of this step, once it has trained it."""
+    return next((run.run.path / "batches").glob(f"{step}.*.json"), None)
+
+
+def _wait_trained(run: TestRun, step: int) -> None:
+    """Without a word of the manager, whose journal stands still."""
+    until = time.monotonic() + DEADLINE
+    while _trained(run, step) is None:
+        assert time.monotonic() < until, f"step {step} was never trained; {_newest(run)} was"
+        time.sleep(0.05)
+
+
+def _newest(run: TestRun) -> int:
+    return max((int(path.name.partition(".")[0]) for path in (run.run.path / "batches").glob("*.json")), default=0)
+
+
+def _age(run: TestRun, step: int) -> int:
+    """Versions between the oldest token of this step and the newest weights when it was bound."""
+    path = _trained(run, step)
+    assert path is not None
+    sampled_by: list[int] = [weights for one in json.loads(path.read_text()) for weights in one["weights"]]
+    return step - 1 - min(sampled_by)
+
+
+@contextmanager
+def _frozen(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_rollouts_receive_new_versions_while_the_manager_is_frozen(tmp_path: Path) -> None:
+    run = submit_here(tmp_path, light_job("local", 100_000))
+    before = lives(run.wait_steps(3))
+    with _frozen(_manager_pid(run)):
+        begun = _newest(run)
+        _wait_trained(run, begun + STEPS_AWAY)
+        ages = [_age(run, step) for step in range(begun + 1, begun + STEPS_AWAY + 1)]
+    assert max(ages) <= MAX_AGE, ages
+    step = run.state().step
+    run.wait(lambda s: s.step > step + STEPS_AWAY)
+    kept, now = others(before, lives(run.state()), [])
+    assert now == kept, "the roles noticed"
+    with run.call("cancel", run.run.id) as process:
+        assert process.wait(60) == 0
+    run.wait_end()
+    run.wait_gone()
+    check_sound(run.run)
+
+
+def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_path: Path) -> None:
+    steps = 3 + STEPS_AWAY
+    run = submit_here(tmp_path, light_job("local", steps))
+    run.wait_steps(3)
+    os.kill(_manager_pid(run), signal.SIGKILL)
+    _wait_trained(run, steps)
+    ages = [_age(run, step) for step in range(4, steps + 1)]
+    assert max(ages) <= MAX_AGE, ages
+    with run.call("manage", run.run.id):
+        state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", steps), state.why
+    run.wait_gone()
+    check_sound(run.run)
+
+
+@pytest.mark.slurm
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_both_managers_of_a_slurm_run_are_cancelled_and_versions_arrive_nevertheless(slurm_lab: SlurmLab) -> None:
+    """The one that manages and the one that waits; the run is managed again by hand once its last step is trained."""
+    steps = 3 + STEPS_AWAY
+    run = submit_on(slurm_lab, "both-cancelled", light_job("slurm", steps, spares=0))
+    run.wait_steps(3)
+    slurm_lab.run_as_user(["scancel", f"--name={run.run.id}.manager"])
+    _wait_trained(run, steps)
+    ages = [_age(run, step) for step in range(4, steps + 1)]
+    assert max(ages) <= MAX_AGE, ages
+    with run.call("manage", run.run.id, stdout=subprocess.DEVNULL):
+        state = run.wait_end()
+    assert (state.outcome, state.step) == ("completed", steps), state.why
+    assert sum(isinstance(stamped.event, ev.ManagerStarted) for stamped in run.events()) == 2
+    run.wait_gone(60.0)
+    check_sound(run.run)
+    slurm_lab.clear(60.0)

@@ -1,0 +1,45 @@
+"""Managers on a real Slurm that die before they begin the run, and rrl submit --wait, which then ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from rrl.spec.rundir import RUNS_ENV
+from rrl.tests.lab.runs import DEADLINE, RRL, light_job, write_job
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "new", "last_line"),
+    [
+        ("job", 'weights = "tcp"', 'weights = "tcp"\nnetwork = "hsn9"', "no interface hsn9 with an IPv4 address"),
+        ("pool", "[task]", '[env]\npython = "/nowhere/bin/python"\n[task]', "/nowhere/bin/python"),
+    ],
+)
+def test_managers_that_die_at_their_start_end_the_wait_as_rejected(
+    slurm_lab: SlurmLab, where: str, old: str, new: str, last_line: str
+) -> None:
+    folder = slurm_lab.home / f"no-manager-{where}"
+    slurm_lab.call_as_user(folder.mkdir)
+    toml = light_job("slurm", 3, extra=f'[manager]\nwhere = "{where}"\n').replace(old, new, 1)
+    job = write_job(folder, toml)
+
+    def rrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {RUNS_ENV: str(folder / "runs")}
+        return slurm_lab.run_as_user([RRL, *arguments], env=env, cwd=folder, timeout=DEADLINE, check=False)
+
+    done = rrl("submit", str(job), "--wait", "--json")
+    assert done.returncode == 2, done.stderr
+    ended = json.loads(done.stdout)
+    assert ended["outcome"] == "rejected"
+    assert last_line in ended["why"]
+    assert last_line in done.stderr.splitlines()[-1]
+    told = rrl("status").stdout
+    assert told.startswith(f"{ended['run']}: rejected: ")
+    assert last_line in told
+    slurm_lab.wait_for(lambda: not slurm_lab.jobs(), "the jobs of the managers did not leave the queue")

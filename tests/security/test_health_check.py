@@ -1,0 +1,152 @@
+"""A plain user who tries to talk a node out of service: ``rrl health check`` must not believe it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rrl.health.check import check_node
+from rrl.health.readers import ReaderOptions
+from rrl.health.readers.kernel_patterns import recognise
+from rrl.spec.health_checks import ReaderRules, Rules
+from rrl.spec.words import Finding, Verdict
+from rrl.tests.lab.dcgm.exporter import labels, page
+from rrl.tests.lab.plain_user import PlainUser
+
+UUID = "GPU-0a0a0a0a-0000-4000-8000-000000000000"
+WITHIN_S = 60.0
+EXPORTER = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+while True:
+    connection, _ = server.accept()
+    connection.recv(4096)
+    connection.sendall(("HTTP/1.0 200 OK\\r\\n\\r\\n" + sys.argv[1]).encode())
+    connection.close()
+"""
+CRASHES = """
+import ctypes, os, sys
+comm = sys.argv[1].encode()
+ctypes.CDLL(None).prctl(15, comm, 0, 0, 0)  # PR_SET_NAME
+ctypes.CDLL(os.path.abspath(sys.argv[2])).crash()
+"""
+"""sets its own name and crashes within a library of the attacker's: the kernel prints both names"""
+LIBRARY = "void crash(void) { *(volatile int *)0 = 1; }\n"
+NAMES = ["NVRM: Xid (PCI:0000:cb:00): 79, x", "mce: [Hardware Error]: Uncorrected", "EXT4-fs error (device sda1): x"]
+COMMS = ["x", "EDAC MC0: UE on", "ib0: Link down"]
+
+
+@contextmanager
+def exporter_of(user: PlainUser) -> Iterator[int]:
+    """Listen as dcgm-exporter, as this user; yield the port. Its page says that a GPU is broken."""
+    broken = page({0: UUID}, f"DCGM_FI_DEV_ROW_REMAP_FAILURE{labels(0, UUID)} 1")
+    process = user.popen(sys.executable, "-c", EXPORTER, broken)
+    try:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def dcgm_findings(port: int, folder: Path, rules: Rules) -> list[Finding]:
+    """Check this node as root does, with a driver that knows the GPU."""
+    driver = folder / "driver/nvidia/gpus/0000:1b:00.0"
+    driver.mkdir(parents=True, exist_ok=True)
+    (driver / "information").write_text(f"GPU UUID: \t {UUID}\n")
+    if not (folder / "net").is_symlink():
+        (folder / "net").symlink_to("/proc/net")
+    options = ReaderOptions(exporter=f"http://127.0.0.1:{port}/metrics", dcgmi="/nowhere/dcgmi", proc=str(folder))
+    return check_node(rules, WITHIN_S, only=["dcgm_memory"], options=options)
+
+
+def test_an_exporter_of_another_user_is_not_believed(owner: PlainUser, attacker: PlainUser, tmp_path: Path) -> None:
+    theirs = Rules(readers=ReaderRules(dcgm_user=owner.name))
+    with exporter_of(owner) as port:
+        (found,) = dcgm_findings(port, tmp_path, theirs)
+        assert (found.verdict, found.part) == (Verdict.FAIL, UUID), "the site's own exporter is believed"
+    with exporter_of(attacker) as port:
+        for rules in (Rules(), theirs):
+            (found,) = dcgm_findings(port, tmp_path, rules)
+            assert found.verdict is Verdict.UNKNOWN
+            assert f"port {port} of 127.0.0.1 belongs to uid {attacker.uid}" in found.evidence[0].text
+
+
+def test_an_exporter_cannot_invent_a_gpu(tmp_path: Path, owner: PlainUser) -> None:
+    (tmp_path / "net").symlink_to("/proc/net")
+    rules = Rules(readers=ReaderRules(dcgm_user=owner.name))
+    with exporter_of(owner) as port:
+        options = ReaderOptions(
+            exporter=f"http://127.0.0.1:{port}/metrics", dcgmi="/nowhere/dcgmi", proc=str(tmp_path)
+        )  # fmt: skip
+        found = check_node(rules, WITHIN_S, only=["dcgm_memory"], options=options)
+    assert [one.verdict for one in found] == [Verdict.OK]
+
+
+def test_a_dcgmi_of_another_user_is_not_run(attacker: PlainUser, tmp_path: Path) -> None:
+    program = attacker.home / "bin/dcgmi"
+    ran = attacker.home / "ran"
+
+    def plant() -> None:
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\ntouch {ran}\n")
+        program.chmod(0o755)
+
+    attacker.call(plant, within=30)
+    options = ReaderOptions(exporter="http://127.0.0.1:1/metrics", dcgmi=str(program))
+    (found,) = check_node(Rules(), WITHIN_S, only=["dcgm_health"], options=options)
+    assert found.verdict is Verdict.UNKNOWN
+    assert "not run" in found.evidence[0].text
+    assert not ran.exists()
+
+
+def kernel_messages(after: int) -> list[str]:
+    """Records of the kernel log with a higher sequence number. Skips where it may not be read."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        pytest.skip(f"/dev/kmsg: {error.strerror}")
+    found = []
+    try:
+        while True:
+            record = os.read(log, 8192).decode(errors="replace")
+            if int(record.split(",")[1]) > after:
+                found.append(record.split("\n")[0])
+    except BlockingIOError:
+        return found
+    finally:
+        os.close(log)
+
+
+def test_crashes_of_programs_with_hostile_names_say_nothing_of_the_node(attacker: PlainUser) -> None:
+    """A real user's program, the real kernel's lines, where this machine prints crashes (debug.exception-trace)."""
+    before = int((kernel_messages(-1) or ["0,-1"])[-1].split(",")[1])
+
+    def crash() -> None:
+        (attacker.home / "crash.c").write_text(LIBRARY)
+        for name in NAMES:
+            if os.system(f"cc -shared -fPIC -o '{name}' crash.c") != 0:  # noqa: S605
+                return
+            for comm in COMMS:
+                if os.fork() == 0:
+                    os.execv(sys.executable, [sys.executable, "-c", textwrap.dedent(CRASHES), comm, name])
+                os.wait()
+
+    attacker.call(crash, within=120)
+    crashes = [line for line in kernel_messages(before) if "segfault" in line and any(name in line for name in NAMES)]
+    if not crashes:
+        pytest.skip("this kernel prints no crashes, or there is no compiler")
+    assert all(line.startswith("6,") for line in crashes), "the kernel's own facility: that alone protects nobody"
+    for line in crashes:
+        assert recognise(line.partition(";")[2].encode(), 0.0) is None, line
+    found = check_node(Rules(), WITHIN_S, only=["xid", "kernel_mce", "kernel_filesystem", "kernel_nic"])
+    told = " ".join(evidence.text for one in found for evidence in one.evidence)
+    assert not any(name in told for name in NAMES)
+    assert {one.verdict for one in found} <= {Verdict.OK, Verdict.UNKNOWN}

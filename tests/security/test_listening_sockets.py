@@ -1,0 +1,93 @@
+"""Which sockets the processes of a local run listen on: nobody outside of the machine may reach any of them.
+
+torch's TCPStore and gloo authenticate nobody, so that the address which they are bound to is all that protects them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.tests.lab.plain_user import PlainUser, popen_as
+from rrl.tests.lab.runs import RRL, TestRun, write_job
+from rrl.tests.security.sockets import Bound, bound_by
+
+QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
+_STARTS_WITHIN_S = 300.0
+"""for two ranks, two rollouts and their spares to load torch on a busy machine of two cores"""
+
+
+@pytest.fixture
+def gang_run(owner: PlainUser) -> Iterator[TestRun]:
+    """A run of the owner's: the quickstart with a trainer of two ranks, and weights over TCP. It is cancelled after."""
+    toml = QUICKSTART.read_text().replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
+    toml = toml.replace("steps = 300", "steps = 100000").partition("[[faults.planned]]")[0]
+    toml += '\n[transport]\nweights = "tcp"\n'
+    folder = owner.home / "gang"
+    owner.call(folder.mkdir, within=30)
+    job = write_job(folder, toml)
+
+    def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
+        # A name of an interface in the user's own shell must not put gloo on it.
+        env = owner.environment(**{RUNS_ENV: str(folder / "runs"), "GLOO_SOCKET_IFNAME": _outside()})
+        ends = {"stdin": subprocess.DEVNULL, "stdout": None, "stderr": None, **popen}
+        return popen_as(owner.name, [RRL, *argv], env, folder, **ends)
+
+    with call("submit", str(job), stdout=subprocess.PIPE) as submitting:
+        name = submitting.communicate(timeout=120)[0].strip()
+    run = TestRun(RunDir(folder / "runs" / name), call)
+    try:
+        yield run
+    finally:
+        with call("cancel", name) as cancelling:
+            cancelling.wait(120)
+        run.wait_gone()
+        shutil.rmtree(f"/tmp/torchinductor_{owner.name}", ignore_errors=True)  # torch makes it when it is imported
+
+
+def _outside() -> str:
+    """An interface of this machine that is not loopback; loopback where there is none."""
+    return next((name for _, name in socket.if_nameindex() if name != "lo"), "lo")
+
+
+@pytest.mark.torch
+def test_every_socket_of_a_local_run_is_bound_to_loopback(gang_run: TestRun) -> None:
+    state = gang_run.wait(lambda s: s.step >= 2, within=_STARTS_WITHIN_S)
+    found = bound_by(gang_run.processes())
+    outside = [one for one in found if not one.stays_on_this_machine]
+    assert outside == [], f"reached from outside: {outside}"
+    for rank in state.replicas.values():
+        if rank.role == "trainer":
+            assert rank.pid is not None
+            mine = [one for one in found if one.pid == rank.pid]
+            # gloo: one for each group (all, talk, files, mesh); and the weights' or the rendezvous' own
+            assert len(mine) >= 2, f"{rank.id} is not seen to listen: {mine}"
+    assert not [one for one in found if one.kind == "udp"]
+
+
+def test_sockets_of_each_kind_are_found_with_the_address_that_they_are_bound_to() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as loopback, socket.create_server(("", 0)) as everywhere,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams, socket.socket(socket.AF_UNIX) as named,
+    ):  # fmt: skip
+        datagrams.bind(("127.0.0.1", 0))
+        named.bind(f"\0rrl-test-{os.getpid()}")
+        named.listen()
+        mine = set(bound_by([os.getpid()]))
+        pid = os.getpid()
+        everywhere_found = Bound(pid, "tcp", "0.0.0.0", everywhere.getsockname()[1])
+        assert {
+            Bound(pid, "tcp", "127.0.0.1", loopback.getsockname()[1]), everywhere_found,
+            Bound(pid, "tcp", "::1", six.getsockname()[1]), Bound(pid, "udp", "127.0.0.1", datagrams.getsockname()[1]),
+            Bound(pid, "unix", f"@rrl-test-{pid}"),
+        } <= mine  # fmt: skip
+        assert not everywhere_found.stays_on_this_machine
