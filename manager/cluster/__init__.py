@@ -122,6 +122,10 @@ class Observed(Struct, frozen=True):
     """tag of each listed step of this run, and its node"""
     unknown: str = ""
     """why a part is None"""
+    launchers_ended: frozenset[str] = frozenset()
+    """tags of launches whose command had ended before this look began, and said neither that they were done nor that
+    they were refused: without that command nothing starts their step any more, so that one which is not listed never
+    will be"""
 
 
 class Cluster(Protocol):
