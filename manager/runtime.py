@@ -341,7 +341,8 @@ class Manager:
     def _welcome(self, life: Life) -> msg.Welcome:
         role = role_of(life.replica)
         rank, world = (0, 1) if role == SHADOW else (rank_of(life.replica), self.state.job.role(role).ranks)
-        return msg.Welcome(life, wire(self.state).message(self.state.epoch, self._sent), rank, world)
+        peers = wire(self.state).message(self.state.epoch, self._sent)
+        return msg.Welcome(life, peers, rank, world, self.state.step)
 
     async def _flush(self) -> bool:
         """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""

@@ -370,6 +370,10 @@ class Actor:
                 self._greet()
                 if self.role == "trainer" and rank_of(self.life.replica) == 0:
                     self.site.spawn(self._train())
+        elif isinstance(message, msg.Welcome):
+            if self.role == "trainer" and rank_of(self.life.replica) == 0:
+                for step in range(message.step + 1, self.site.committed + 1):
+                    self._say(msg.Committed(self.life, step, {"reward": 0.5}))
         elif isinstance(message, msg.Fenced):
             if message.life == self.life:  # an agent is told of others, too
                 self._end("unwanted")
@@ -415,9 +419,8 @@ class Actor:
             self._say(msg.AgentHello(self.life, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now))
             return
         holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
-        committed = self.site.committed if self.role == "trainer" else None
         phase = _PHASE.get(self.role, "serve")
-        self._say(msg.Hello(self.life, self.tag, self.node, self.node, 2, phase, None, None, holds, committed))
+        self._say(msg.Hello(self.life, self.tag, self.node, self.node, 2, phase, None, None, holds))
 
     def finds(self, finding: Finding) -> None:
         if self.working:
