@@ -372,8 +372,9 @@ class Actor:
                     self.site.spawn(self._train())
         elif isinstance(message, msg.Welcome):
             if self.role == "trainer" and rank_of(self.life.replica) == 0:
-                for step in range(message.step + 1, self.site.committed + 1):
-                    self._say(msg.Committed(self.life, step, {"reward": 0.5}))
+                loop = asyncio.get_running_loop()
+                for step in range(message.step + 1, self.site.committed + 1):  # the loop keeps no order of equal times
+                    loop.call_later(step * 1e-6, self._say, msg.Committed(self.life, step, {"reward": 0.5}))
         elif isinstance(message, msg.Fenced):
             if message.life == self.life:  # an agent is told of others, too
                 self._end("unwanted")
