@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rrl.spec.screen_text import escaped_lines
+
 DEBUG_ENV = "RRL_DEBUG"
 """Set to see the traceback of an unexpected error."""
 
@@ -65,7 +67,7 @@ def _told(error: Exception) -> int:
 
     spec = sys.modules.get("rrl.spec.load")
     if spec is not None and isinstance(error, spec.SpecError):  # begins with file:line, as editors like it
-        print(error, file=sys.stderr)
+        print(escaped_lines(str(error)), file=sys.stderr)
         return 2
     if isinstance(error, BadInput | Failed):
         return _line(str(error), 2 if isinstance(error, BadInput) else 1)
@@ -83,5 +85,5 @@ def _told(error: Exception) -> int:
 
 
 def _line(text: str, code: int) -> int:
-    print(f"rrl: {text}", file=sys.stderr, flush=True)
+    print(escaped_lines(f"rrl: {text}"), file=sys.stderr, flush=True)
     return code

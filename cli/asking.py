@@ -73,7 +73,7 @@ def _meant(name: str | None) -> RunDir:
 
 
 def read(run: RunDir) -> State | None:
-    """What the journal says of ``run``; None before its manager has written anything. Raises Failed."""
+    """What the journal says of ``run``; None before its manager has written anything. Raises BadInput, Failed."""
     return Reader(run).state()
 
 
@@ -90,11 +90,11 @@ class Reader:
         return self._follower.torn
 
     def state(self) -> State | None:
-        """Raises Failed when the journal cannot be read."""
+        """Raises BadInput when the journal is damaged, Failed when its folder cannot be read."""
         try:
             return self._follower.state()
         except JournalError as error:
-            raise Failed(str(error)) from None
+            raise BadInput(str(error)) from None
         except PermissionError:
             raise Failed(_not_yours(self._run)) from None
         except OSError as error:

@@ -23,7 +23,7 @@ from rrl.spec.model_folder import max_length
 from rrl.spec.toml_lines import lines_of, nearest_line
 from rrl.spec.vllm_arguments import known_here, unknown
 from rrl.spec.write import as_toml
-from rrl.transport.weights.pipe import PACKAGES, choose, package
+from rrl.transport.weights.pipe import PACKAGES, Untrusted, choose, look_here, package
 
 
 def planned(job: Job, path: Path) -> list[tuple[str, str]]:
@@ -38,7 +38,7 @@ def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], st
     """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
 
     Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
-    warnings = [*_not_here(job), *_other_python(job), *_pipe_not_here(job, path)]
+    warnings = [*_not_here(job), *_other_python(job), *_trusted(job, path), *_pipe_not_here(job, path)]
     warnings += [*_engine_not_here(job, path), *_model(job, path)]
     if job.cluster.kind != "slurm":
         return warnings, ""
@@ -120,8 +120,25 @@ def _other_python(job: Job) -> list[str]:
 
 def _pipe(job: Job) -> str:
     """Which pipe the weights would move over, were all machines as this one."""
-    kind, why = choose(job.transport.weights)
-    return f"over {kind}: {why}"
+    try:
+        choice = choose(job.transport.weights, look_here(), job.transport.trusted_network)
+    except Untrusted as error:
+        return str(error)
+    return f"over {choice.kind}: {choice.why}"
+
+
+def _trusted(job: Job, path: Path) -> list[str]:
+    """UCX over TCP on a network that the job does not call trusted. Raises BadInput where the roles run on this
+    machine; other nodes may have RDMA ports, and each decides for itself."""
+    kind = job.transport.weights
+    try:
+        choose(kind, look_here(), job.transport.trusted_network)
+    except Untrusted as error:
+        if job.cluster.kind == "local":
+            raise BadInput(_located(path, Trouble(("transport", "weights"), str(error)))) from None
+        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; it must on the nodes,'
+                " or trusted_network = true (docs/sites.md)"]  # fmt: skip
+    return []
 
 
 def _pipe_not_here(job: Job, path: Path) -> list[str]:

@@ -115,6 +115,9 @@ def logs(
         bool, typer.Option("--failed", help="Each failure: what was found, and the last lines before it.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead, one object a line, for programs.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Do not escape what commands the terminal: colours, cursor, title.")
+    ] = False,
 ) -> None:  # fmt: skip
     """Show what a run's processes wrote, merged by time.
 
@@ -128,7 +131,7 @@ def logs(
     from rrl.cli import logs as command
 
     raise typer.Exit(
-        command.logs(run, whose, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json)
+        command.logs(run, whose, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json, raw=raw)
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from rrl.cli.asking import BadInput, Failed, Reader, find_run
 from rrl.cli.mailing import PAUSE, Presence, await_taken, send
+from rrl.cli.screen import print_line
 from rrl.manager.fold_marks import DRAIN, UNDRAIN
 from rrl.manager.mailbox import Letter
 from rrl.manager.planner.nodes import to_be_drained
@@ -49,7 +50,7 @@ def _order(
         if state is not None and state.verdict is not None:
             raise Failed(f"{run.id} ended before that; see: rrl status {run.id}")
         if state is not None and (said := told(state, NodeName(node))):
-            print(said)
+            print_line(said)
             return 0
         if state is not None:
             deadline = deadline or time.monotonic() + state.job.limits.allocation + WITHIN

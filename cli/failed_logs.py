@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rrl.cli.asking import Failed
+from rrl.cli.asking import BadInput
 from rrl.cli.failures import Failure, failures, of
 from rrl.cli.log_files import Log, all_logs
 from rrl.cli.log_lines import LifeTail, Line, Wanted
@@ -15,6 +15,7 @@ from rrl.cli.logs import Printer
 from rrl.manager.journal import JournalError, replay
 from rrl.spec.loglines import seconds_of, stamp
 from rrl.spec.rundir import RunDir
+from rrl.spec.screen_text import escaped, escaped_json
 from rrl.spec.words import AGENT
 
 SLACK = 1.0
@@ -26,7 +27,7 @@ def show_failures(run: RunDir, whose: str | None, wanted: Wanted, newest: int, p
     try:
         found = failures(replay(run))
     except JournalError as error:
-        raise Failed(str(error)) from None
+        raise BadInput(str(error)) from None
     since = seconds_of(wanted.since) if wanted.since else 0.0
     found = [failure for failure in found if of(whose, failure) and failure.at >= since]
     if not found and not printer.json:
@@ -63,13 +64,14 @@ def _text(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> 
     who = f"{failure.life} on {failure.node}" if failure.life and failure.node else f"{failure.life or failure.node}"
     at = printer.local(stamp(int(failure.at * 1e6)))
     out = [f"{at} {who} failed{' (injected)' if failure.injected else ''}"]
-    out += [f"    {told}" for told in failure.told]
+    out += [f"    {escaped(told)}" for told in failure.told]
     if lines and lines[0][0].kind == "launcher" and lines[0][0].role != AGENT:  # an agent has no other log
         out.append("    it never spoke; its launcher said:")
     for log, line in lines:
         time_of_day = f"{printer.local(line.stamp)} " if line.stamp else ""
         label = f"{log.label} | " if log.kind == "launcher" else "| "
-        out.append(f"  {label}{time_of_day}{line.text.decode('utf-8', 'replace')}")
+        text = line.text.decode("utf-8", "replace")
+        out.append(f"  {label}{time_of_day}{text if printer.raw else escaped(text)}")
     if failure.life is not None and not lines:
         out.append("    it left no line")
     if failure.rung:
@@ -97,4 +99,4 @@ def _json(failure: Failure, lines: list[tuple[Log, Line]], printer: Printer) -> 
         "back_s": None if failure.back_at is None else round(failure.back_at - failure.at, 3),
         "lines": [msgspec.Raw(printer.text(log, line).encode()) for log, line in lines],
     }
-    return msgspec.json.encode(document).decode() + "\n"
+    return escaped_json(msgspec.json.encode(document).decode()) + "\n"

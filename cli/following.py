@@ -14,7 +14,7 @@ from rich.live import Live
 
 from rrl.cli.asking import Failed, Reader, job_of
 from rrl.cli.run_jobs import INTERRUPTED, SQUEUE_EVERY_S, Liveness, SlurmJobs, ask_slurm, judge, owner_of
-from rrl.cli.screen import console
+from rrl.cli.screen import Escaped, console, print_line
 from rrl.cli.start_check import NeverBegan, StartCheck
 from rrl.cli.status import manager_gone, picture, waiting
 from rrl.cli.views.status import one_line
@@ -110,7 +110,7 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
             if watcher.state is None:
                 live.update(f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", refresh=True)
             else:
-                live.update(picture(watcher.run, watcher.state, screen.width, watcher.found), refresh=True)
+                live.update(Escaped(picture(watcher.run, watcher.state, screen.width, watcher.found)), refresh=True)
             if over or stop.is_set() or pressed(PAUSE) == "q":
                 return
 
@@ -128,7 +128,7 @@ def _tell(watcher: _Watcher, stop: threading.Event) -> None:
             about = f"{_lives(watcher.state)} {bool(found.note)} {found.standing}"
         due = time.monotonic() - told_at >= LINE_EVERY
         if line != told and (over or due or about != told_about):
-            print(line, flush=True)
+            print_line(line)
             told, told_at, told_about = line, time.monotonic(), about
         if over or stop.wait(PAUSE):
             return

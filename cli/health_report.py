@@ -18,9 +18,9 @@ from rich.console import Console
 
 from rrl.cli import node_drains
 from rrl.cli.asking import BadInput, Failed
-from rrl.cli.histories import read, warn
+from rrl.cli.histories import read, warn, without_impossible
 from rrl.cli.moments import moment
-from rrl.cli.screen import PLAIN_WIDTH, show
+from rrl.cli.screen import PLAIN_WIDTH, Escaped, show
 from rrl.cli.views.figures import folded
 from rrl.cli.views.health_report import report_view, to_paste
 from rrl.health import lemons
@@ -29,6 +29,7 @@ from rrl.health.history_cache import Sources
 from rrl.health.report import report as make_report
 from rrl.health.report_values import DrainState, Report
 from rrl.spec.rundir import write_atomically
+from rrl.spec.screen_text import escaped_json
 
 FORMATS = ("table", "json", "html")
 MOST_NODES = 100_000
@@ -59,6 +60,7 @@ def report(since: str, nodes: str | None, format: str, history: Sequence[Path], 
     told, sources = read(history, min(begin, now - lemons.WINDOW))
     named = {getattr(one.record, "node", "") for one in told} - {""}
     drains, unknown = _drains(sorted(named if only is None else named & only))
+    told, sources = without_impossible(told, sources, now, drains)
     whole = make_report(told, begin, now, drains, only)
     warn(sources)
     if unheard := sorted((only or frozenset()) - {one.node for one in whole.nodes}):
@@ -105,12 +107,12 @@ def _put(document: Document, format: str, output: Path | None) -> None:
 
 def _rendered(document: Document, format: str) -> str:
     if format == "json":
-        return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+        return escaped_json(msgspec.json.format(msgspec.json.encode(document), indent=2).decode()) + "\n"
     if format == "html":
         from rrl.cli.views.health_html import page
 
         return page(document.report, document.sources, document.drains_unknown)
     screen = Console(file=io.StringIO(), width=PLAIN_WIDTH, markup=False, highlight=False, emoji=False)
     with screen.capture() as captured:
-        screen.print(report_view(document.report, document.sources, document.drains_unknown))
+        screen.print(Escaped(report_view(document.report, document.sources, document.drains_unknown)))
     return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()) + to_paste(document.report)

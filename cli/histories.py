@@ -1,15 +1,20 @@
-"""Which history folders are meant, and what they say."""
+"""Which history folders are meant, what they say, and what of it can be true."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from rrl.cli.asking import BadInput
+from rrl.cli.screen import print_line
 from rrl.health.history import Told
 from rrl.health.history_cache import HistoryCache, Sources
+from rrl.health.plausibility import plausible
+from rrl.health.report_values import DrainState
 from rrl.spec.rundir import HISTORY_ENV
 
 HOW = (
@@ -37,10 +42,19 @@ def read(folders: Sequence[Path], since: float) -> tuple[list[Told], Sources]:
         cache.close()
 
 
+def without_impossible(
+    told: Sequence[Told], sources: Sources, now: float, drains: Mapping[str, DrainState]
+) -> tuple[list[Told], Sources]:
+    """Records that can be true at ``now`` (s since 1970) on nodes as Slurm knows them, and what was left out."""
+    kept, left_out = plausible(told, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None})
+    return kept, replace(sources, left_out=left_out)
+
+
 def warn(sources: Sources) -> None:
-    """Of what was not believed or could not be read."""
-    if sources.refused:
-        more = f" (and {len(sources.refused) - 1} more)" if len(sources.refused) > 1 else ""
-        print(f"rrl: not read: {sources.refused[0]}{more}", file=sys.stderr)
+    """Say on stderr, a line for each kind, what was not read, not believed or left out."""
+    for what, lines in (("not read", sources.refused), ("left out", sources.left_out)):
+        if lines:
+            more = f" (and {len(lines) - 1} more; --format json names all)" if len(lines) > 1 else ""
+            print_line(f"rrl: {what}: {lines[0]}{more}", to_stderr=True)
     if sources.skipped:
         print(f"rrl: {sources.skipped} lines were skipped: damaged, or of another version", file=sys.stderr)

@@ -14,7 +14,7 @@ import msgspec
 
 from rrl.cli.asking import BadInput, Failed, Reader, find_run, job_of
 from rrl.cli.mailing import PAUSE, Presence, await_taken, send
-from rrl.cli.screen import print_json
+from rrl.cli.screen import print_json, print_line
 from rrl.manager import events as ev
 from rrl.manager.journal import replay
 from rrl.manager.mailbox import Letter
@@ -55,7 +55,7 @@ def inject(
     if json:
         print_json(told)
     elif done:
-        print(f"{run.id}: {_named(fault)}: {told.detail}")
+        print_line(f"{run.id}: {_named(fault)}: {told.detail}")
     elif told.unknown:
         raise Failed(f"{run.id}: nobody knows whether {_named(fault)} was performed: {told.detail}")
     else:

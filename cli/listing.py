@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rrl.cli.asking import Failed, all_runs, job_of, read
+from rrl.cli.asking import BadInput, Failed, all_runs, job_of, read
 from rrl.cli.run_jobs import SlurmJobs, ask_slurm, judge, owner_of, stale_lease
 from rrl.cli.screen import print_json, show
 from rrl.cli.views.runs import runs_view
@@ -37,7 +37,7 @@ def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
     }  # fmt: skip
     try:
         state = read(run)
-    except Failed as error:
+    except (BadInput, Failed) as error:
         return row | {"standing": f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"}
     if state is None:
         return row

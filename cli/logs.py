@@ -20,6 +20,7 @@ from rrl.cli.moments import moment
 from rrl.spec.descriptors import raise_nofile
 from rrl.spec.loglines import STAMP, seconds_of, stamp
 from rrl.spec.rundir import RunDir
+from rrl.spec.screen_text import escaped, escaped_json
 
 PAUSE = 0.4
 """s between two looks"""
@@ -30,14 +31,17 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 def logs(
     name: str, whose: str | None, *, follow: bool, lines: int | None, since: str | None, grep: str | None,
-    failed: bool, json: bool,
+    failed: bool, json: bool, raw: bool,
 ) -> int:  # fmt: skip
+    """``raw``: what would command the terminal is printed as it is."""
     wanted = _wanted(lines, since, grep)
     if failed and follow:
         raise BadInput("--failed tells what has happened, --follow what comes: ask for one of them")
+    if raw and json:
+        raise BadInput("--raw is for people; --json says exactly what was written, and escapes it as JSON does")
     run = find_run(name)
     raise_nofile()  # a merge holds all its files open
-    printer = Printer(json)
+    printer = Printer(json, raw)
     if failed:
         from rrl.cli.failed_logs import show_failures
 
@@ -122,10 +126,12 @@ def _merged(tails: dict[LifeTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]
 
 
 class Printer:
-    """Lines to stdout: with their times, labelled where they could come from several logs; or as JSON, one a line."""
+    """Lines to stdout: with their times, labelled where they could come from several logs; or as JSON, one a line.
+    ``raw``: what would command the terminal is not escaped."""
 
-    def __init__(self, json: bool) -> None:
+    def __init__(self, json: bool, raw: bool) -> None:
         self.json = json
+        self.raw = raw
         self.labelled = False
         self._coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._colours: dict[str, int] = {}
@@ -141,7 +147,9 @@ class Printer:
         text = line.text.decode("utf-8", "replace")
         if self.json:
             at = line.stamp.decode() or None
-            return msgspec.json.encode({"time": at, "life": log.life, "log": log.kind, "text": text}).decode()
+            document = {"time": at, "life": log.life, "log": log.kind, "text": text}
+            return escaped_json(msgspec.json.encode(document).decode())
+        text = text if self.raw else escaped(text)
         time_of_day = f"{self.local(line.stamp)} " if line.stamp else ""
         return f"{time_of_day}{self._paint(log.label)} | {text}" if self.labelled else f"{time_of_day}{text}"
 

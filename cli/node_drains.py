@@ -19,6 +19,7 @@ from rrl.manager.cluster import NodeState, Refused, Unanswered
 from rrl.manager.cluster import slurm_text as text
 from rrl.manager.cluster.slurm_commands import Ended, SlurmLimits, execute
 from rrl.manager.cluster.slurm_nodes import LATER, SlurmNodes
+from rrl.manager.cluster.slurm_shapes import gpus_by_type
 from rrl.spec.health_checks import HookRules
 from rrl.spec.words import NodeName
 
@@ -121,7 +122,18 @@ async def _look(nodes: list[str]) -> dict[str, DrainState]:
 def _state(mark: text.NodeMark, line: str) -> DrainState:
     whose = ("rrl" if mark.reason.startswith(OURS) else "foreign") if mark.draining else ""
     reason, by = (mark.reason, mark.by) if mark.draining or mark.taken else ("", "")
-    return DrainState(mark.state, mark.draining, whose, reason, by, _booted(line))
+    by_check = mark.draining and mark.reason.startswith(PREFIX)
+    partitions = re.search(r" Partitions=(\S+)", line)
+    return DrainState(
+        mark.state, mark.draining, whose, reason, by, _booted(line), _gpus(line),
+        tuple(partitions[1].split(",")) if partitions is not None else (), by_check,
+    )  # fmt: skip
+
+
+def _gpus(line: str) -> int | None:
+    """``Gres=gpu:h100:8(S:0-1),nic:4``: 8. None where Slurm does not manage GPUs: there may be some all the same."""
+    match = re.search(r" Gres=(\S+)", line)
+    return sum(gpus_by_type(match[1]).values()) or None if match is not None else None
 
 
 def _booted(line: str) -> float:

@@ -46,7 +46,9 @@ def resume(
     tell(warnings)
     try:
         warning = starting.resume(run, job, text, source, state.ended)
-    except (OSError, RuntimeError, JournalError) as error:
+    except JournalError as error:
+        raise BadInput(str(error)) from None
+    except (OSError, RuntimeError) as error:
         raise Failed(f"{run.id} could not be resumed: {error}") from None
     tell([warning] if warning else [])
     return watched(run, json, state.seq) if wait else report(run, json)

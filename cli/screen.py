@@ -1,4 +1,7 @@
-"""The terminal, or what stands in its place: one way to print, and JSON."""
+"""The terminal, or what stands in its place: one way to print, and JSON.
+
+Nothing that a role, a node or a user wrote can command the terminal (:mod:`rrl.spec.screen_text`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import sys
 from typing import Any
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
+
+from rrl.spec.screen_text import escaped, escaped_json, escaped_lines
 
 PLAIN_WIDTH = 100
 """columns where stdout is no terminal: the same text wherever it is piped"""
@@ -20,17 +26,33 @@ def console() -> Console:
     return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
 
 
+class Escaped:
+    """A view whose text is escaped as it is drawn: after the layout, which hostile text alone can shift."""
+
+    def __init__(self, view: RenderableType) -> None:
+        self._view = view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self._view, options):
+            yield Segment(text if control else escaped_lines(text), style, control)
+
+
 def show(view: RenderableType) -> None:
     """Print to stdout; without a terminal there are no blanks at the ends of lines."""
     screen = console()
     if screen.is_terminal:
-        screen.print(view)
+        screen.print(Escaped(view))
         return
     with screen.capture() as captured:
-        screen.print(view)
+        screen.print(Escaped(view))
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def print_line(text: str, *, to_stderr: bool = False) -> None:
+    """One line, at once."""
+    print(escaped(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout; keys and meanings are those of the struct or dict that it was."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    sys.stdout.write(escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n")

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 
 from rrl.cli.asking import Failed, Reader, find_run, job_of, summary_of
 from rrl.cli.run_jobs import Liveness, liveness
-from rrl.cli.screen import console, print_json, show
+from rrl.cli.screen import console, print_json, print_line, show
 from rrl.cli.start_check import StartCheck
 from rrl.cli.views.status import standing, status_view
 from rrl.cli.views.summary import recoveries_view
@@ -46,7 +46,7 @@ def status(name: str | None, *, live: bool, json: bool) -> int:
         outcome = Outcome.REJECTED if failure else None
         print_json({"run": run.id, "outcome": outcome, "why": waiting(run, failure)})
     elif state is None:
-        print(f"{run.id}: {waiting(run, failure)}")
+        print_line(f"{run.id}: {waiting(run, failure)}")
     else:
         show(picture(run, state, console().width, _looked_after(run, state)))
     return 0

@@ -116,14 +116,18 @@ def _foreground(run: RunDir, json: bool) -> int:
 def _watch(run: RunDir, stop: threading.Event) -> None:
     try:
         follow(run, keys=False, stop=stop)
-    except Failed as error:
+    except (BadInput, Failed) as error:
         print(f"rrl: {error}", file=sys.stderr, flush=True)
 
 
 def _manager(run: RunDir, *, foreground: bool) -> str | None:
     try:
-        return starting.run_here(run, foreground=foreground)
-    except (LeaseHeld, JournalError, OSError) as error:
+        return starting.run_here(run, foreground=foreground, by_hand=True)
+    except JournalError as error:
+        raise BadInput(str(error)) from None
+    except OSError as error:
+        raise Failed(f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)) from None
+    except LeaseHeld as error:
         raise Failed(str(error)) from None
 
 

@@ -8,12 +8,15 @@ from math import inf
 
 from msgspec import Struct
 
-from rrl.health.history import Acted, Told, is_node
-from rrl.health.incidents import Chapter, chapters, held, raised
+from rrl.health.corroboration import MIN_WITNESSES
+from rrl.health.history import Acted, Told, clipped, is_node
+from rrl.health.incidents import HARDWARE, Chapter, chapters, held, raised
 from rrl.health.rates import Span, length, within
 from rrl.health.report_nodes import OURS, WELL_AGAIN
-from rrl.spec.words import natural
+from rrl.spec.words import Finding, Verdict, natural
 
+MAX_REASON = 200
+"""characters of a drain's reason"""
 _ENDS = ("readmitted", "undrained", "drained")
 
 
@@ -33,25 +36,43 @@ class Request(Struct, frozen=True):
     """the person who wants it; empty: a run found it"""
     said: str
     """why the run could not drain it"""
+    run: str
+    """the newest that asks"""
+    accused: bool
+    """at least two users ask, or root does: the word of one user alone drains nothing"""
+
+
+def confirmation(request: Request, findings: Iterable[Finding]) -> Finding | None:
+    """What a check of the node finds now that confirms the request: hardware failed, for the cause that is asked for.
+    For a person's request, which names no cause, any hardware that failed."""
+    failed = [one for one in findings if one.verdict is Verdict.FAIL and one.cause in HARDWARE]
+    alike = [one for one in failed if one.cause.value == request.cause or (request.by and not request.cause)]
+    return max(alike, key=lambda one: one.proof, default=None)
+
+
+def confirmed_reason(request: Request, finding: Finding) -> str:
+    """For Slurm: what the check found, not what a user wrote."""
+    text = finding.evidence[0].text if finding.evidence else finding.detector
+    return clipped(f"{OURS}{request.run}: {finding.cause.value}: {text}")[:MAX_REASON]
 
 
 def open_requests(told: Iterable[Told]) -> list[Request]:
     """Those that no run took back, by node; not of a node that another run has had since, and found well."""
-    standing: dict[tuple[str, str, str], Acted] = {}
+    standing: dict[tuple[str, str, str, bool], Acted] = {}
     told = sorted(told, key=lambda one: one.record.at)
     for one in told:
         if not isinstance(act := one.record, Acted) or not is_node(act.node):
             continue
-        key = one.user, one.run, act.node
+        key = one.user, one.run, act.node, one.trusted
         if act.what == "asked":
             standing[key] = act
         elif act.what in _ENDS:
             standing.pop(key, None)
-    by_node: dict[str, list[tuple[str, str, Acted]]] = defaultdict(list)
+    by_node: dict[str, list[_Asked]] = defaultdict(list)
     since = _Since(chapters(told)) if standing else None
-    for (user, run, node), act in standing.items():
+    for (user, run, node, trusted), act in standing.items():
         if act.by or (since is not None and not since.well((user, run), node, act.at)):  # a person saw what no run sees
-            by_node[node].append((user, run, act))
+            by_node[node].append(_Asked(user, run, trusted, act))
     return [_one(node, those) for node, those in sorted(by_node.items(), key=lambda pair: natural(pair[0]))]
 
 
@@ -74,10 +95,20 @@ class _Since:
         return self._bad.get(node, 0.0) <= at and length(within(others, at, inf)) >= WELL_AGAIN
 
 
-def _one(node: str, those: list[tuple[str, str, Acted]]) -> Request:
-    _, run, newest = max(those, key=lambda one: one[2].at)
-    reason = newest.reason if newest.reason.startswith(OURS) else f"{OURS}{run}: {newest.reason or newest.cause}"
+class _Asked(Struct, frozen=True):
+    user: str
+    run: str
+    trusted: bool
+    act: Acted
+
+
+def _one(node: str, those: list[_Asked]) -> Request:
+    newest = max(those, key=lambda one: one.act.at)
+    act, users = newest.act, {one.user for one in those}
+    reason = act.reason if act.reason.startswith(OURS) else f"{OURS}{newest.run}: {act.reason or act.cause}"
+    alike = {one.user for one in those if one.act.cause == act.cause}
     return Request(
-        node, reason[:200], newest.cause, newest.evidence, newest.at, tuple(sorted({user for user, _, _ in those})),
-        tuple(sorted({run for _, run, _ in those})), newest.by, newest.said,
+        node, reason[:MAX_REASON], act.cause, act.evidence, act.at, tuple(sorted(users)),
+        tuple(sorted({one.run for one in those})), act.by, act.said, newest.run,
+        len(alike) >= MIN_WITNESSES or any(one.trusted for one in those),
     )  # fmt: skip

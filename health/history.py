@@ -1,8 +1,8 @@
 """What runs leave behind about nodes: the records of a history folder, one JSON object a line, and who is believed.
 
 ``<history>/<user>/<run>.<epoch>.jsonl``: a file for each manager of a run, because several that append to one file over
-NFS would write over each other; created O_EXCL, 0644, by the user that the folder is named after. The path says whose
-records these are: what a file says of another user or run is not believed, nor is a file that somebody else owns.
+NFS would write over each other; created O_EXCL, 0644, by the user that the folder is named after. The owner of a file,
+as the kernel knows it, is the user whose records these are: what a file says of another user or run is not believed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ MOST_TEXT = 300
 """characters of one of them"""
 MOST_LINE = 65536
 """bytes; a longer line is none of ours"""
+MAX_FILE_RECORDS = 200_000
+"""records of one file: a run that finds something new each second for two days is broken itself"""
+MAX_FILE_BYTES = 64 * 2**20
+"""bytes of one file: MAX_FILE_RECORDS records of the 300 bytes that most of them have; the writer stops there too"""
 
 
 class Said(Struct, frozen=True):
@@ -157,11 +161,13 @@ Record = Began | Held | Left | Alive | Found | Acted | Failed | Mended | Over | 
 
 
 class Told(Struct, frozen=True):
-    """A record, and whose it is: as the path of its file says."""
+    """A record, and whose it is: the owner of its file, and the run that the file is named after."""
 
     user: str
     run: str
     record: Record
+    trusted: bool = False
+    """the file belongs to root: an administrator's own run, which needs no second witness"""
 
 
 _encode = msgspec.json.Encoder().encode

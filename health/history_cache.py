@@ -1,7 +1,7 @@
 """The administrator's cache of history folders: an SQLite file of their own, brought up to date by what is new.
 
 Nothing in it is worth keeping: it is made anew where it is damaged, of another version, or cannot be written (then in
-memory). Rollback journal, no WAL: a home folder may lie on NFS.
+memory). Rollback journal, no WAL: a home folder may lie on NFS. Which files are read: :mod:`rrl.health.history_files`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import pwd
 import sqlite3
-import stat
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from msgspec import Struct
 
-from rrl.health.history import MOST_LINE, Record, Told, believed, line, of_file, read_line
+from rrl.health.history import Record, Told, believed, line, read_line
+from rrl.health.history_files import (
+    MAX_USER_RECORDS,
+    Allowance,
+    RejectedFile,
+    Rejections,
+    UserFolder,
+    newest_files,
+    open_checked,
+    user_folders,
+    whole_lines,
+)
 
-VERSION = 1
+VERSION = 2
 """of the tables"""
-MOST_BYTES = 256 * 2**20
-"""of one file; what is beyond is not read: a run writes some MiB in months"""
+TRUSTED_UIDS = frozenset({0})
+"""whose own findings need no second witness: root drains nodes anyhow"""
 _HEAD = 512
 """bytes at a file's beginning by which it is known again"""
 _BUSY = 30.0
@@ -32,8 +41,8 @@ _BUSY = 30.0
 _ALWAYS = ("began", "held", "left", "over", "lost")
 """kinds that say how long nodes were held, however long ago that began"""
 _TABLES = """
-CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, run TEXT, inode INTEGER, head INTEGER,
-                    read INTEGER, skipped INTEGER, newest REAL);
+CREATE TABLE files (id INTEGER PRIMARY KEY, path TEXT UNIQUE, user TEXT, uid INTEGER, run TEXT, inode INTEGER,
+                    head INTEGER, read INTEGER, kept INTEGER, skipped INTEGER, newest REAL);
 CREATE TABLE records (file INTEGER, at REAL, kind TEXT, line BLOB);
 CREATE INDEX by_file ON records (file);
 CREATE INDEX by_time ON records (at);
@@ -49,6 +58,8 @@ class Sources(Struct, frozen=True):
     """lines that are damaged, of an unknown kind, or say something in somebody else's name"""
     refused: tuple[str, ...]
     """files that are not believed or could not be read, and why"""
+    left_out: tuple[str, ...] = ()
+    """whose records cannot be true, how many, and why (:mod:`rrl.health.plausibility`)"""
 
 
 class HistoryCache:
@@ -57,7 +68,6 @@ class HistoryCache:
     def __init__(self, folders: Sequence[Path], path: Path | None = None) -> None:
         self._folders = [folder.absolute() for folder in folders]
         self._path = path or cache_path(self._folders)
-        self._refused: list[str] = []
         self._db = _open(self._path)
 
     def refresh(self) -> Sources:
@@ -78,11 +88,11 @@ class HistoryCache:
 
     def _told(self, since: float) -> Iterator[Told]:
         marks = ",".join("?" * len(_ALWAYS))
-        asked = f"""SELECT user, run, line FROM records JOIN files ON file = files.id
+        asked = f"""SELECT user, uid, run, line FROM records JOIN files ON file = files.id
             WHERE at >= ? OR kind IN ({marks}) AND newest >= ? ORDER BY user, run, at, records.rowid"""
-        for user, run, text in self._db.execute(asked, (since, *_ALWAYS, since)):
+        for user, uid, run, text in self._db.execute(asked, (since, *_ALWAYS, since)):
             if (record := read_line(text)) is not None:
-                yield Told(user, run, record)
+                yield Told(user, run, record, uid in TRUSTED_UIDS)
 
     def close(self) -> None:
         self._db.close()
@@ -96,101 +106,81 @@ class HistoryCache:
         return self._refresh()
 
     def _refresh(self) -> Sources:
-        self._refused = []
+        rejections = Rejections()
         with self._db:  # one transaction: of two reports at once, the second finds it done
             self._db.execute("BEGIN IMMEDIATE")
-            seen = {str(path) for folder in self._folders for path in self._files(folder)}
+            seen = set(self._read_all(rejections))
             for (path,) in self._db.execute("SELECT path FROM files").fetchall():
                 if path not in seen:  # removed, or not believed any more
                     self._forget(path)
             files, skipped = self._db.execute("SELECT count(*), coalesce(sum(skipped), 0) FROM files").fetchone()
             (records,) = self._db.execute("SELECT count(*) FROM records").fetchone()
-        return Sources(files, records, skipped, tuple(sorted(self._refused)))
+        return Sources(files, records, skipped, rejections.lines())
 
-    def _files(self, folder: Path) -> Iterator[Path]:
-        """Those that are believed, each read as far as it goes."""
-        for user in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            if user.name.startswith(".") or not user.name.isprintable() or not user.is_dir(follow_symlinks=False):
-                continue
+    def _read_all(self, rejections: Rejections) -> Iterator[str]:
+        """Paths of the files that are believed, each read as far as it goes and as its user's allowance reaches."""
+        allowances: dict[int, Allowance] = defaultdict(Allowance)
+        for folder in (one for root in self._folders for one in user_folders(root, rejections)):
             try:
-                names = sorted(os.listdir(user.path))
+                for path, run in newest_files(folder, rejections):
+                    try:
+                        self._read(path, folder, run, allowances[folder.uid])
+                        yield str(path)
+                    except (OSError, RejectedFile) as error:
+                        rejections.add(folder.user, path, getattr(error, "strerror", None) or str(error))
             except OSError as error:
-                self._refused.append(f"{user.path}: {error.strerror}")
-                continue
-            for name in names:
-                if (named := of_file(name)) is None:
-                    continue
-                path = Path(user.path, name)
-                try:
-                    self._read(path, user.name, named[0])
-                except (OSError, _Refused) as error:
-                    self._refused.append(f"{path}: {getattr(error, 'strerror', None) or error}")
-                else:
-                    yield path
+                rejections.add(folder.user, folder.path, error.strerror or str(error))
+            if allowances[folder.uid].records <= 0:
+                rejections.add(folder.user, folder.path, f"only {MAX_USER_RECORDS} records of a user are kept")
 
-    def _read(self, path: Path, user: str, run: str) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hold us up
-        with open(fd, "rb") as file:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode):
-                raise _Refused("not a file")
-            if user not in _names(about.st_uid):
-                raise _Refused(f"it belongs to {_names(about.st_uid)[0]}, not to {user}")
+    def _read(self, path: Path, folder: UserFolder, run: str, allowance: Allowance) -> None:
+        file, about = open_checked(path, folder, allowance)
+        with file:
             head = zlib.crc32(file.read(_HEAD).partition(b"\n")[0])
-            id, offset, skipped = self._known(path, user, run, about, head)
+            id, offset, kept, skipped = self._known(path, folder, run, about, head)
+            allowance.records -= kept
             file.seek(offset)
-            rows, newest = [], 0.0
-            for length, text in _lines(file):
-                if offset > MOST_BYTES:
+            rows: list[tuple[int, float, str, bytes]] = []
+            newest = 0.0
+            for length, text in whole_lines(file):
+                if len(rows) >= allowance.records:
                     break
                 offset += length
                 record = read_line(text)
                 if text == b"\n":  # a manager's, after a write that failed
                     continue
-                if record is None or not believed(record, user, run):
+                if record is None or not believed(record, folder.user, run):
                     skipped += 1
                 else:
                     rows.append((id, record.at, _kind(record), line(record)))
                     newest = max(newest, record.at)
+        allowance.records -= len(rows)
         self._db.executemany("INSERT INTO records VALUES (?, ?, ?, ?)", rows)
-        changed = "UPDATE files SET read = ?, skipped = ?, newest = max(newest, ?) WHERE id = ?"
-        self._db.execute(changed, (offset, skipped, newest, id))
+        changed = "UPDATE files SET read = ?, kept = ?, skipped = ?, newest = max(newest, ?) WHERE id = ?"
+        self._db.execute(changed, (offset, kept + len(rows), skipped, newest, id))
 
-    def _known(self, path: Path, user: str, run: str, about: os.stat_result, head: int) -> tuple[int, int, int]:
-        """Its id here, how far it was read, and lines skipped. One that shrank or is another file begins anew."""
-        asked = "SELECT id, inode, head, read, skipped FROM files WHERE path = ?"
+    def _known(
+        self, path: Path, folder: UserFolder, run: str, about: os.stat_result, head: int
+    ) -> tuple[int, int, int, int]:
+        """Its id here, how many bytes of it were read, records kept and lines skipped. A file that shrank or is another
+        one begins anew."""
+        asked = "SELECT id, uid, inode, head, read, kept, skipped FROM files WHERE path = ?"
         if held := self._db.execute(asked, (str(path),)).fetchone():
-            id, inode, before, read, skipped = held
-            if inode == about.st_ino and about.st_size >= read and (before == head or not read):
+            id, uid, inode, before, read, kept, skipped = held
+            same = uid == folder.uid and inode == about.st_ino and (before == head or not read)
+            if same and about.st_size >= read:
                 self._db.execute("UPDATE files SET head = ? WHERE id = ?", (head, id))
-                return id, read, skipped
+                return id, read, kept, skipped
             self._forget(str(path))
-        made = "INSERT INTO files (path, user, run, inode, head, read, skipped, newest) VALUES (?, ?, ?, ?, ?, 0, 0, 0)"
-        id = self._db.execute(made, (str(path), user, run, about.st_ino, head)).lastrowid
+        made = "INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0)"
+        values = (str(path), folder.user, folder.uid, run, about.st_ino, head)
+        id = self._db.execute(made, values).lastrowid
         assert id is not None
-        return id, 0, 0
+        return id, 0, 0, 0
 
     def _forget(self, path: str) -> None:
         self._db.execute("DELETE FROM records WHERE file IN (SELECT id FROM files WHERE path = ?)", (path,))
         self._db.execute("DELETE FROM files WHERE path = ?", (path,))
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Length and text of each whole line; the text of one that is too long is empty. One that is torn, or still being
-    written, is left for the next time."""
-    while text := file.readline(MOST_LINE + 1):
-        length = len(text)
-        while not text.endswith(b"\n") and len(text) > MOST_LINE:
-            rest = file.readline(MOST_LINE + 1)
-            length += len(rest)
-            text = rest if rest.endswith(b"\n") or len(rest) > MOST_LINE else b""
-        if not text.endswith(b"\n"):
-            return
-        yield length, text if length <= MOST_LINE else b""
-
-
-class _Refused(Exception):
-    """This file is not believed."""
 
 
 def cache_path(folders: Sequence[Path]) -> Path:
@@ -220,14 +210,6 @@ def _fresh(path: str) -> sqlite3.Connection:
     db.executescript(f"PRAGMA journal_mode=DELETE; PRAGMA synchronous=OFF; BEGIN; {_TABLES} COMMIT;")
     db.execute(f"PRAGMA user_version={VERSION}")
     return db
-
-
-def _names(uid: int) -> tuple[str, ...]:
-    """What the folder of a user may be called."""
-    try:
-        return (pwd.getpwuid(uid).pw_name, str(uid))
-    except KeyError:
-        return (str(uid),)
 
 
 def _kind(record: Record) -> str:

@@ -5,9 +5,9 @@ and only root, SlurmUser and administrators can set either. No file is shared, s
 up without making that many nodes fail their check.
 
 Hooks run on all nodes at the same time and know nothing of each other. Each hook drains its own node first, waits until
-Slurm's clock has passed that second, and then ranks all drains by hooks by (time, name). A hook whose drain ranks beyond
-the limit takes it back. All drains that rank before its own are in the list that a hook reads, so exactly as many drains
-remain as the limit permits, in whatever order the hooks read.
+Slurm's clock has passed that second, and then ranks all drains by hooks by (time, name). A hook whose drain ranks
+beyond the limit takes it back. All drains that rank before its own are in the list that a hook reads, so exactly as
+many drains remain as the limit permits, in whatever order the hooks read.
 """
 
 from __future__ import annotations

@@ -50,6 +50,11 @@ class Incident(Struct, frozen=True):
     also: tuple[str, ...] = ()
     """other nodes with the same cause within 10 min: a hint at fabric or storage"""
     evidence: tuple[str, ...] = ()
+    witnesses: tuple[str, ...] = ()
+    """users whose records alone say that it was infrastructure's: of the failure and of hardware evidence, or that the
+    node was lost. A failure of one user beside another one's evidence is the word of neither alone"""
+    trusted: bool = False
+    """one of them is root"""
 
 
 class Raised(Struct, frozen=True):
@@ -63,6 +68,8 @@ class Raised(Struct, frozen=True):
     """as it was said last while it stood"""
     seen: float
     """until when its run could have taken it back: it had the node, and spoke"""
+    trusted: bool = False
+    """the record is root's"""
 
     @property
     def critical(self) -> bool:
@@ -80,6 +87,8 @@ class Chapter(Struct, frozen=True):
     user: str
     run: str
     records: tuple[Record, ...]
+    trusted: bool = False
+    """the run is root's"""
 
     @property
     def end(self) -> float:
@@ -88,12 +97,12 @@ class Chapter(Struct, frozen=True):
 
 
 def chapters(told: Iterable[Told]) -> list[Chapter]:
-    by_run: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    by_run: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
     for one in told:
-        by_run[one.user, one.run].append(one.record)
+        by_run[one.user, one.run, one.trusted].append(one.record)
     return [
-        Chapter(user, run, tuple(sorted(records, key=lambda record: record.at)))
-        for (user, run), records in sorted(by_run.items())
+        Chapter(user, run, tuple(sorted(records, key=lambda record: record.at)), trusted)
+        for (user, run, trusted), records in sorted(by_run.items())
     ]
 
 
@@ -146,7 +155,9 @@ def raised(chapter: Chapter) -> list[Raised]:
             continue
         key = record.detector, record.node, record.part
         if record.verdict in (Verdict.WARN, Verdict.FAIL):
-            one = standing.get(key) or Raised(record.at, inf, chapter.user, chapter.run, replace(record, count=0), inf)
+            one = standing.get(key) or Raised(
+                record.at, inf, chapter.user, chapter.run, replace(record, count=0), inf, chapter.trusted
+            )
             before = one.found
             worse = record if before.verdict is not Verdict.FAIL or record.verdict is Verdict.FAIL else before
             more = record.count - counted.get(key, 0) if record.count > counted.get(key, 0) else record.count
@@ -178,12 +189,15 @@ def costs(chapter: Chapter) -> list[tuple[Failed, float]]:
     """Each failure and the GPU-hours that it cost. Where a replica failed again before it worked, each failure bears
     the time until the next."""
     failures = [record for record in chapter.records if isinstance(record, Failed)]
+    took: dict[str, list[int]] = defaultdict(list)
+    for i, one in enumerate(failures):
+        for replica in set(one.took):
+            took[replica].append(i)
     cost = [0.0] * len(failures)
     for record in chapter.records:
         if not isinstance(record, Mended):
             continue
-        spoiled = (i for i, one in enumerate(failures) if record.replica in one.took)
-        mine = [i for i in spoiled if record.since <= failures[i].at <= record.at]
+        mine = [i for i in took.get(record.replica, ()) if record.since <= failures[i].at <= record.at]
         span = record.at - record.since
         starts = [record.since, *(failures[i].at for i in mine[1:]), record.at]
         for i, start, end in zip(mine, starts, starts[1:], strict=False):
@@ -194,11 +208,16 @@ def costs(chapter: Chapter) -> list[tuple[Failed, float]]:
 def _attributed(chapter: Chapter, failed: Failed, cost: float, against: list[Raised]) -> Incident | None:
     """None: a node that was left without any evidence against itself; who failed there is told by itself."""
     near = [one for one in against if one.at <= failed.at + AFTER and one.seen >= failed.at - BEFORE]
+    witnesses: tuple[str, ...] = ()
+    trusted = False
     if near:
         proof = max(near, key=lambda one: (one.found.proof, -abs(one.at - failed.at)))
         owner, cause, detector = INFRA, proof.found.cause.value, proof.found.detector
         remedy = proof.found.remedy.value
+        if any((one.user, one.trusted) == (chapter.user, chapter.trusted) for one in near):
+            witnesses, trusted = (chapter.user,), chapter.trusted
     elif failed.lost:
+        witnesses, trusted = (chapter.user,), chapter.trusted
         owner, cause, detector, remedy = INFRA, Cause.NODE.value, failed.detector or "cluster", failed.remedy
     elif not failed.who:
         return None
@@ -209,7 +228,7 @@ def _attributed(chapter: Chapter, failed: Failed, cost: float, against: list[Rai
     return Incident(
         failed.at, failed.node, owner, cause, detector, remedy, (chapter.run,), (chapter.user,),
         (failed.who,) if failed.who else (), cost, failed.injected, failed.lost or not failed.who,
-        evidence=failed.evidence,
+        evidence=failed.evidence, witnesses=witnesses, trusted=trusted,
     )  # fmt: skip
 
 
@@ -234,7 +253,8 @@ def _both(first: Incident, then: Incident) -> Incident:
 
     return replace(
         first, runs=all_of("runs"), users=all_of("users"), who=all_of("who"), lost=first.lost or then.lost,
-        gpu_hours=first.gpu_hours + then.gpu_hours, evidence=all_of("evidence")[:5],
+        gpu_hours=first.gpu_hours + then.gpu_hours, evidence=all_of("evidence")[:5], witnesses=all_of("witnesses"),
+        trusted=first.trusted or then.trusted,
     )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ Signals of the last 28 days, as Meta found them telling (docs/sources.md, "lemon
 
     score = 1 - Π (1 - weight(s)) ** count(s)
 
-so that it lies between 0 and 1, grows with each occurrence and never depends on an order. A node is a lemon only with
-two keys: a score of at least ``LEMON``, and signals on at least two days. The weights are ours; Meta set thresholds of
-its own by hand.
+so that it lies between 0 and 1, grows with each occurrence and never depends on an order; but what one user says takes
+at most half of the trust (:mod:`rrl.health.corroboration`), so that nobody alone makes a node a lemon. A node is a
+lemon only with two keys: a score of at least ``LEMON``, and signals on at least two days. The weights are ours; Meta
+set thresholds of its own by hand.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ class Lemon(Struct, frozen=True):
     signals: Signals
 
 
-def judged(signals: Signals) -> Lemon:
+def judged(signals: Signals, most: float = 1.0) -> Lemon:
+    """``most``: what the score can be at most, by who says so."""
     trust = 1.0
     for name, weight in WEIGHTS.items():
         trust *= (1 - weight) ** getattr(signals, name)
-    score = round(1 - trust, 3)
+    score = round(min(1 - trust, most), 3)
     return Lemon(score, score >= LEMON and signals.days >= 2, signals)
 
 

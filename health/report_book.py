@@ -36,6 +36,7 @@ class Book:
             self.incidents_of[incident.node].append(incident)
         self.findings: dict[str, list[Raised]] = defaultdict(list)
         self.acted: dict[str, list[tuple[Chapter, Acted]]] = defaultdict(list)
+        self._by_others: dict[tuple[str, tuple[str, str], float], float] = {}
         self.spans: dict[str, list[tuple[Span, Chapter]]] = defaultdict(list)
         self.gpus: dict[str, list[tuple[Span, int]]] = defaultdict(list)
         """when runs had how many GPUs of a node; of two runs each has its own"""
@@ -66,6 +67,15 @@ class Book:
         """s in which any run had it."""
         spans = rates.union(span for span, _ in self.spans.get(node, ()))
         return rates.length(rates.within(spans, since, self.now))
+
+    def held_by_others(self, node: str, run: tuple[str, str], since: float) -> float:
+        """s in which runs other than ``run`` had the node from ``since`` on; remembered, for many findings of a run ask
+        for the same."""
+        asked = node, run, since
+        if asked not in self._by_others:
+            others = (span for span, chapter in self.spans.get(node, ()) if (chapter.user, chapter.run) != run)
+            self._by_others[asked] = rates.length(rates.within(others, since, self.now))
+        return self._by_others[asked]
 
     def gpu_seconds(self, node: str, since: float) -> float:
         return math.fsum(

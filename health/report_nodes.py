@@ -7,12 +7,13 @@ import shlex
 from math import inf
 
 from rrl.health import lemons, rates
+from rrl.health.corroboration import Signal, Witnesses, accused_by, confirmed, score_by_users, witnesses_of
 from rrl.health.history import Acted, clipped
 from rrl.health.incidents import HARDWARE, HELD_BACK, INFRA, Chapter, Incident, Raised
 from rrl.health.rates import DAY
 from rrl.health.report_book import Book
 from rrl.health.report_values import DrainState, Line, NodeReport
-from rrl.spec.words import Remedy, Verdict
+from rrl.spec.words import Cause, Remedy, Verdict
 
 MOST_EVIDENCE = 5
 WELL_AGAIN = 3600.0
@@ -43,9 +44,13 @@ def node_report(book: Book, name: str, drain: DrainState) -> NodeReport:
     shown = standing or seen[-1:]
     acts = [(chapter, act) for chapter, act in book.acted.get(name, []) if act.at >= book.since]
     held_for = book.held(name, book.since)
-    remedy = _remedy(standing, infra)
-    lemon = _lemon(book, name)
-    verdict = _verdict(standing, bool(seen))
+    by_cause = witnesses_of(seen)
+    accusing = [one for one in standing if accused_by(one, by_cause, drain.by_check)]
+    accusers = {user for one in accusing for user in accused_by(one, by_cause, drain.by_check)}
+    remedy = _remedy(accusing, infra)
+    lemon = _lemon(book, name, drain.by_check)
+    verdict = _verdict(standing, accusing)
+    witnesses = accusers | {one.user for one in seen if one.critical} | {who for one in infra for who in one.witnesses}
     return NodeReport(
         name, verdict, _as_of(book, name), _cause(shown, infra), sorted({one.found.detector for one in shown}),
         _evidence(shown, seen, infra), min([*(one.at for one in seen), *(one.at for one in infra)], default=None),
@@ -56,9 +61,11 @@ def node_report(book: Book, name: str, drain: DrainState) -> NodeReport:
         round(held_for / 3600, 3), rates.per(len(infra), held_for / DAY, 1000.0),
         sorted({run for one in mine for run in one.runs} | {one.run for one in seen}),
         sorted({user for one in mine for user in one.users} | {one.user for one in seen}),
+        sorted(witnesses), bool(accusing) or lemon.lemon,
         sorted({node for one in infra for node in one.also} | _also(book, name, seen)),
-        [_action(chapter, act) for chapter, act in acts][-MOST_EVIDENCE:], _advice(verdict, remedy, lemon, drain),
-        remedy.value, drain, _scontrol(name, verdict, remedy, lemon, drain, shown, acts), lemon,
+        [_action(chapter, act) for chapter, act in acts][-MOST_EVIDENCE:],
+        _advice(verdict, remedy, lemon, drain, sorted({one.user for one in standing}) if not accusing else []),
+        remedy.value, drain, _scontrol(name, verdict, lemon, drain, accusing or shown, acts), lemon,
     )  # fmt: skip
 
 
@@ -66,15 +73,16 @@ def _stands(book: Book, node: str, one: Raised) -> bool:
     """It was never taken back, and no later run has had the node for a while and found it well."""
     if one.until < inf:
         return False
-    later = (span for span, chapter in book.spans.get(node, ()) if (chapter.user, chapter.run) != (one.user, one.run))
-    after = rates.length(rates.within(later, one.seen, book.now))
+    after = book.held_by_others(node, (one.user, one.run), one.seen)
     same = any(other.found.detector == one.found.detector and other.at > one.at for other in book.findings[node])
     return after < WELL_AGAIN and not same
 
 
-def _verdict(standing: list[Raised], seen: bool) -> str:
-    verdicts = {one.found.verdict for one in standing}
-    return next((one.value for one in (Verdict.FAIL, Verdict.WARN) if one in verdicts), Verdict.OK.value)
+def _verdict(standing: list[Raised], accusing: list[Raised]) -> str:
+    """FAIL needs evidence that accuses the node; anything that stands is at least a WARN."""
+    if any(one.found.verdict is Verdict.FAIL for one in accusing):
+        return Verdict.FAIL.value
+    return Verdict.WARN.value if standing else Verdict.OK.value
 
 
 def _as_of(book: Book, node: str) -> float:
@@ -127,15 +135,16 @@ def _also(book: Book, node: str, seen: list[Raised]) -> set[str]:
     return {other for one in mine for other in book.near(one.found.cause, one.at)} - {node}
 
 
-def _remedy(standing: list[Raised], infra: list[Incident]) -> Remedy:
-    failing = [one.found.remedy for one in standing if one.found.verdict is Verdict.FAIL]
-    known = failing or [one.found.remedy for one in standing]
+def _remedy(accusing: list[Raised], infra: list[Incident]) -> Remedy:
+    failing = [one.found.remedy for one in accusing if one.found.verdict is Verdict.FAIL]
+    known = failing or [one.found.remedy for one in accusing]
     if not known and infra and infra[-1].lost:
         return Remedy.NONE
     return max(known, key=_GRAVITY.index, default=Remedy.NONE)
 
 
-def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState) -> str:
+def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState, alone: list[str]) -> str:
+    """``alone``: users whose records stand against the node, and are not enough to accuse it."""
     if drain.whose == "foreign":
         return "none: it is drained already"
     if verdict == Verdict.FAIL.value:
@@ -145,6 +154,8 @@ def _advice(verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState
     if lemon.lemon:
         advice = f"lemon: drain it and test it at length (score {lemon.score:g})"
         return _drained_already(advice) if drain.drained else advice
+    if alone:
+        return f"watch; only records of {' and '.join(alone)} say so: rrl health check on the node tells what is true"
     if verdict == Verdict.WARN.value:
         return f"watch; {ADVICE[remedy]}" if remedy is not Remedy.NONE else ADVICE[Remedy.NONE]
     return "undrain it if it was repaired" if drain.whose == "rrl" else "none"
@@ -155,10 +166,10 @@ def _drained_already(advice: str) -> str:
 
 
 def _scontrol(
-    name: str, verdict: str, remedy: Remedy, lemon: lemons.Lemon, drain: DrainState, shown: list[Raised],
+    name: str, verdict: str, lemon: lemons.Lemon, drain: DrainState, shown: list[Raised],
     acts: list[tuple[Chapter, Acted]],
 ) -> str:  # fmt: skip
-    """Where nobody has drained it and somebody should."""
+    """Where nobody has drained it and somebody should. ``shown``: the evidence for that."""
     if drain.drained or not (verdict == Verdict.FAIL.value or lemon.lemon):
         return ""
     ours = next((act.reason for _, act in reversed(acts) if act.reason.startswith(OURS)), "")
@@ -188,23 +199,44 @@ def _shared(book: Book, one: Raised) -> bool:
     return (held_back or not one.found.proof) and bool(book.near(one.found.cause, one.at) - {one.found.node})
 
 
-def _lemon(book: Book, name: str) -> lemons.Lemon:
+def _lemon(book: Book, name: str, by_check: bool) -> lemons.Lemon:
+    """``by_check``: the site's own check of the node has drained it."""
     since = book.lemon_since
     mine = [one for one in book.incidents_of.get(name, []) if book.counts_for_lemons(one)]
     found = [one for one in book.findings.get(name, []) if one.at >= since and one.critical]
     hardware = [one for one in found if one.found.cause in HARDWARE and not _shared(book, one)]
+    xids = [one for one in found if "xid" in one.found.detector.lower()]
     acts = [(chapter, act) for chapter, act in book.acted.get(name, []) if act.at >= since]
-    away = [act for _, act in acts if act.what in ("drained", "asked") and not act.by]
+    away = [(chapter, act) for chapter, act in acts if act.what in ("drained", "asked") and not act.by]
     out = [(chapter, act) for chapter, act in acts if act.what == "excluded" and act.cause and not act.by]
     held_for = book.held(name, since)
-    told = [*(one.at for one in mine), *(one.at for one in hardware), *(act.at for act in away)]
-    return lemons.judged(lemons.Signals(
+    told = [*(one.at for one in mine), *(one.at for one in hardware), *(act.at for _, act in away)]
+    signals = lemons.Signals(
         node_failures_alone=sum(not one.also for one in mine),
         node_failures_together=sum(bool(one.also) for one in mine),
         failure_rate=int(lemons.fails_more(len(mine), held_for, book.lemon_failures, book.lemon_held)),
-        out_of_service=len({act.at // DAY for act in away}),
+        out_of_service=len({act.at // DAY for _, act in away}),
         hardware_findings=len({one.at // DAY for one in hardware}),
-        xids=len({(one.found.part, one.at // DAY) for one in found if "xid" in one.found.detector.lower()}),
+        xids=len({(one.found.part, one.at // DAY) for one in xids}),
         excluded_by_users=len({chapter.user for chapter, _ in out}),
         days=len({at // DAY for at in told}),
-    ))  # fmt: skip
+    )
+    weight = lemons.WEIGHTS
+    said = [
+        Signal(weight["node_failures_together" if one.also else "node_failures_alone"], one.witnesses, one.trusted)
+        for one in mine
+    ]  # fmt: skip
+    by_cause = witnesses_of(found)
+    once = {(one.user, one.at // DAY): one for one in hardware}
+    said += [_signal(weight["hardware_findings"], one, by_cause, by_check) for one in once.values()]
+    of_xids = {(one.user, one.found.part, one.at // DAY): one for one in xids}
+    said += [_signal(weight["xids"], one, by_cause, by_check) for one in of_xids.values()]
+    days_away = {(chapter.user, act.at // DAY, chapter.trusted) for chapter, act in away}
+    said += [Signal(weight["out_of_service"], (user,), trusted) for user, _, trusted in days_away]
+    users_out = {(chapter.user, chapter.trusted) for chapter, _ in out}
+    said += [Signal(weight["excluded_by_users"], (user,), trusted) for user, trusted in users_out]
+    return lemons.judged(signals, score_by_users(said))
+
+
+def _signal(weight: float, one: Raised, by_cause: dict[Cause, Witnesses], by_check: bool) -> Signal:
+    return Signal(weight, (one.user,), one.trusted, confirmed(one, by_cause, by_check))

@@ -27,12 +27,18 @@ class DrainState(Struct, frozen=True):
     by: str = ""
     booted: float = 0.0
     """s since 1970; 0: not known"""
+    gpus: int | None = None
+    """as Slurm has configured them; None: not known"""
+    partitions: tuple[str, ...] = ()
+    """that the node is in"""
+    by_check: bool = False
+    """root's HealthCheckProgram drained it (``rrl:health:``): the node's own record of what is wrong with it"""
 
 
 class NodeReport(Struct, frozen=True):
     node: str
     verdict: str
-    """now: of what still stands"""
+    """now: of what still stands; WARN where it is FAIL by the records of one user alone"""
     as_of: float
     """the last sign of a run that had it"""
     cause: str
@@ -56,6 +62,10 @@ class NodeReport(Struct, frozen=True):
     failures_per_1000_node_days: Rate
     runs: list[str]
     users: list[str]
+    witnesses: list[str]
+    """users whose runs say that hardware failed here; root's count alone, of others at least two are needed"""
+    accused: bool
+    """enough of them say so: the verdict FAIL, a remedy, a drain and the name of a lemon need it"""
     also: list[str]
     """nodes that showed the same within 10 min"""
     actions: list[Line]

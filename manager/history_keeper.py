@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from rrl.health.history import Alive, Lost, Record, file_name, line
+from rrl.health.history import MAX_FILE_BYTES, MAX_FILE_RECORDS, Alive, Lost, Record, file_name, line
 from rrl.manager import events as ev
 from rrl.manager.chronicle import Chronicle
 from rrl.manager.saying import say
@@ -21,8 +21,6 @@ from rrl.spec.jobview import JobView
 
 MOST_WAITING = 4096
 """records that wait for storage; at some 400 bytes each, 2 MiB"""
-MOST_LINES = 200_000
-"""of one file: a run that finds something new each second for two days is broken itself"""
 ALIVE = 1800.0
 """s between two lines of a run that nothing happens to"""
 LEAVE = 3.0
@@ -119,19 +117,21 @@ class _File:
     """Created by its first write, O_EXCL: nobody else writes to it. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._fd, self._lines, self._torn = path, -1, 0, False
+        self._path, self._fd, self._records, self._bytes, self._torn = path, -1, 0, 0, False
 
     def write(self, records: list[Record]) -> None:
         if self._fd < 0:
             self._fd = _create(self._path)
-        if self._lines + len(records) > MOST_LINES:
-            raise OSError(0, f"it has {self._lines} lines already")
         data = (b"\n" if self._torn else b"") + b"".join(map(line, records))
+        if self._records + len(records) > MAX_FILE_RECORDS or self._bytes + len(data) > MAX_FILE_BYTES:
+            raise OSError(0, f"it has {self._records} records and {self._bytes} bytes already: no report reads more")
         self._torn = True  # unless all of it gets there
         while data:
-            data = data[_write(self._fd, data) :]
+            written = _write(self._fd, data)
+            self._bytes += written
+            data = data[written:]
         self._torn = False
-        self._lines += len(records)
+        self._records += len(records)
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -25,6 +25,7 @@ from rrl.manager.fold import fold
 from rrl.manager.saying import say
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
+from rrl.spec.screen_text import escaped
 
 SCHEMA = 1
 """Version of the records; a newer one is reported and nothing is decided from it."""
@@ -35,7 +36,11 @@ _FRAME = struct.Struct("<II")
 
 
 class JournalError(Exception):
-    """The journal cannot be read; the text says which segment and why."""
+    """The journal cannot be read; the text says in one line which segment, where in it, and why."""
+
+
+WHAT_TO_DO = "restore the file from a backup, or submit the run anew"
+"""for a journal with a damaged record: what follows the record cannot be known"""
 
 
 class Head(Struct, frozen=True):
@@ -61,6 +66,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_schema = msgspec.msgpack.Decoder(_Schema).decode
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_event = msgspec.msgpack.Decoder(Stamped).decode
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""what msgspec raises for damaged bytes: text that is not UTF-8 is no DecodeError"""
 
 
 class Journal:
@@ -209,8 +216,8 @@ class Follower:
         for stamped, end in _framed_events(self._segment, self._offset, None):
             try:
                 self._state = fold(self._state, stamped)
-            except ValueError as error:
-                raise JournalError(f"{self._segment}: {error}") from error
+            except Exception as error:  # no event that a manager wrote does that, and a damaged one can do anything
+                raise _damaged(self._segment, f"the record that ends at byte {end}", error) from error
             self._offset = end
         if self._state is not None and self._state.run != self._run.id:
             raise JournalError(f"{self._segment}: it is the journal of {self._state.run}, not of {self._run.id}")
@@ -289,8 +296,8 @@ def _head(path: Path) -> tuple[Head | None, int]:
         if schema > SCHEMA:
             raise JournalError(f"{path}: written by a newer rrl (schema {schema}, this one reads up to {SCHEMA})")
         return _decode_head(frame[0]), len(MAGIC) + frame[1]
-    except msgspec.DecodeError as error:
-        raise JournalError(f"{path}: its head cannot be read: {error}") from error
+    except _UNDECODABLE as error:
+        raise _damaged(path, "its head", error) from error
 
 
 def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[Stamped, int]]:
@@ -302,10 +309,16 @@ def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[S
         payload, after = frame
         try:
             stamped = _decode_event(payload)
-        except msgspec.DecodeError as error:
-            raise JournalError(f"{path}: the record at byte {offset + at} cannot be read: {error}") from error
+        except _UNDECODABLE as error:
+            raise _damaged(path, f"the record at byte {offset + at}", error) from error
         at = after
         yield stamped, offset + at
+
+
+def _damaged(path: Path, what: str, error: Exception) -> JournalError:
+    """``what``: the record. One line, whatever the damaged bytes put into the error's text."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    return JournalError(f"{path}: {what} cannot be read: {escaped(why)}; {WHAT_TO_DO}")
 
 
 def _sync(path: Path) -> None:

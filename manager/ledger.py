@@ -25,6 +25,7 @@ from rrl.spec.faults import TRAITS, Fault, Hits
 from rrl.spec.jobview import JobView
 from rrl.spec.phases import phase
 from rrl.spec.rundir import RunDir, write_atomically
+from rrl.spec.screen_text import escaped_lines
 from rrl.spec.words import AGENT, SHADOW, Finding, Life, Outcome, ReplicaId, Verdict, role_of
 
 
@@ -82,10 +83,23 @@ class Summary(Struct, frozen=True):
     """nodes that should be drained and that we may not drain"""
 
 
+def _escaped(value: Any) -> Any:
+    """A document of plain values whose text cannot command a terminal: evidence is what roles and nodes wrote, and a
+    summary is looked at with ``cat``."""
+    if isinstance(value, str):
+        return escaped_lines(value)
+    if isinstance(value, list):
+        return [_escaped(one) for one in value]
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(one) for key, one in value.items()}
+    return value
+
+
 def write_summary(run: RunDir) -> Summary:
     """Replay the run's journal and leave ``summary.json``."""
     summary = account(replay(run), str(run.path))
-    write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    document = _escaped(msgspec.to_builtins(summary))
+    write_atomically(run.summary, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     return summary
 
 

@@ -6,6 +6,7 @@ The manager is submitted through submitit, to Slurm or to this machine; its stat
 from __future__ import annotations
 
 import asyncio
+import errno
 import getpass
 import os
 import secrets
@@ -43,6 +44,8 @@ RETRIES = 3
 """times that a manager which ended by an error of its own is followed by another one in the same process"""
 RETRY_PAUSE = 5.0
 """s before that"""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""errors of storage that cannot be written to now"""
 WALLTIME = "its walltime ends"
 LOCAL_FOREVER = 60 * 24 * 365
 """min; nothing ends a manager of the local cluster but the end of its run"""
@@ -166,9 +169,11 @@ def _submit_locally(run: RunDir) -> NoReturn:
         os._exit(code)
 
 
-def run_here(run: RunDir, foreground: bool = False) -> str | None:
+def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
     """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
 
+    A manager that ends by an error of its own is followed by another. ``by_hand``: somebody waits for it, who is told
+    at once where storage has no room, with an OSError; unattended, it tries again, for there may be room by then.
     SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
     raise_nofile()  # a descriptor for each step, agent and worker
     for attempt in range(RETRIES + 1):
@@ -177,10 +182,14 @@ def run_here(run: RunDir, foreground: bool = False) -> str | None:
             return None if outcome is None else outcome.value
         except (LeaseHeld, JournalError, NoAddress):  # trying again would not help
             raise
-        except Exception:
-            traceback.print_exc()
-            if attempt == RETRIES:
+        except Exception as error:
+            without_room = isinstance(error, OSError) and error.errno in NO_ROOM
+            if attempt == RETRIES or (without_room and by_hand):
                 raise
+            if without_room:
+                say(f"{error}; the manager tries again in {RETRY_PAUSE:.0f} s")
+            else:
+                traceback.print_exc()
             time.sleep(RETRY_PAUSE)  # the next epoch adopts what lives, as it would after any death of a manager
     raise AssertionError
 

@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Struct
 
 from rrl.transport.address import NETWORK_ENV, interfaces, own_address
+from rrl.transport.connections import try_packet_filter
 
 DCGM_PORT = 9400
 """dcgm-exporter's (github.com/NVIDIA/dcgm-exporter, README)"""
@@ -86,6 +87,8 @@ class Network(Struct, frozen=True, tag=True):
     wanted: str
     interfaces: tuple[Interface, ...]
     rdma: tuple[str, ...] = ()
+    filter_refused: str = ""
+    """why the kernel does not let this user attach a packet filter to a socket of its own; empty where it does"""
 
 
 class Limits(Struct, frozen=True, tag=True):
@@ -242,7 +245,8 @@ def _network() -> Network:
         chosen, trouble = own_address(), ""
     except OSError as error:
         chosen, trouble = "", str(error)
-    return Network(host, resolves, chosen, trouble, os.environ.get(NETWORK_ENV, ""), tuple(_networks()), rdma)
+    return Network(host, resolves, chosen, trouble, os.environ.get(NETWORK_ENV, ""), tuple(_networks()), rdma,
+                   try_packet_filter())  # fmt: skip
 
 
 def _networks() -> Sequence[Interface]:

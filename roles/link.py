@@ -257,7 +257,10 @@ class Link:
         if role not in (("rollout",) if standby else ("trainer", "rollout")):
             return
         if self._pipe is None:
-            self._pipe = open_pipe(self._transport["weights"], self.keys.secret)
+            trusted = self._transport.get("trusted_network", False)  # a run of an older rrl says nothing of it
+            self._pipe = open_pipe(
+                self._transport["weights"], self.keys.secret, host=self.host, trusted_network=trusted
+            )
             self._serves = await self._pipe.serve(self.weights, self.host)
         if not standby:
             self._spawn(self._exchange_versions())  # its first step comes when the store's client is open

@@ -235,7 +235,12 @@ class TransportTable(Table):
     """How weights travel."""
 
     weights: Literal["auto", "ucx", "tcp", "nixl"] = "auto"
-    """auto: ucx where ucxx is installed, else tcp; nixl: NVIDIA's NIXL, whose wheel carries the RDMA modules"""
+    """auto: tcp, or ucx on nodes with an active RDMA port and a UCX that has modules for it (docs/rdma.md); nixl:
+    NVIDIA's NIXL, whose wheel carries the RDMA modules. By their names ucx and nixl need such a port, or else
+    trusted_network"""
+    trusted_network: bool = False
+    """ucx and nixl may use TCP: everybody who reaches the network, or this run's machines, can then read and write the
+    memory of trainer and rollouts (docs/sites.md)"""
     chunk: Annotated[Size, Field(ge=64 * 2**10, le=2**30)] = 8 * 2**20
     """what is asked for, verified and, if need be, fetched again at a time"""
     network: Network = ""

@@ -18,9 +18,19 @@ _RETURN_0 = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """classic BPF, one instruction: of each packet keep 0 bytes (linux/filter.h, ``struct sock_filter``)"""
 
 
-def listening() -> frozenset[int]:
-    """TCP ports that this process listens at."""
-    return frozenset(port for _, port, listens in _sockets() if listens)
+def listening() -> frozenset[tuple[str, int]]:
+    """(address, port) of every TCP socket that this process listens at."""
+    return frozenset(one.getsockname()[:2] for _, one in _borrowed_all() if _listens(one))
+
+
+def try_packet_filter() -> str:
+    """Why this user may not have the kernel drop what comes to a socket of its own; empty where it may."""
+    with socket.socket() as own:
+        try:
+            _drop_everything(own)
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
 
 
 def deaf(port: int, silent: bool) -> None:
@@ -29,11 +39,15 @@ def deaf(port: int, silent: bool) -> None:
     for _, one in _borrowed_all():  # looked at and told in one: its descriptor may be somebody else's a moment later
         if one.getsockname()[1] == port and _listens(one):
             if silent:
-                drop = ctypes.create_string_buffer(_RETURN_0)
-                program = struct.pack("@HP", 1, ctypes.addressof(drop))
-                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                _drop_everything(one)
             else:
                 one.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def _drop_everything(one: socket.socket) -> None:
+    drop = ctypes.create_string_buffer(_RETURN_0)
+    program = struct.pack("@HP", 1, ctypes.addressof(drop))
+    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def accepted(ports: frozenset[int]) -> dict[int, int]:

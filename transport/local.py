@@ -179,7 +179,7 @@ class LocalListener:
     Raises OSError (EADDRINUSE) when the name is taken.
     """
 
-    def __init__(self, name: str, meet: Callable[[Line], None]) -> None:
+    def __init__(self, name: str, meet: Callable[[Line], object]) -> None:
         self._meet = meet
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.TimerHandle | None = None

@@ -42,6 +42,7 @@ def host_checks(facts: Facts) -> list[Check]:
         _torch(host.python),
         _vllm(host.python),
         ucx("host.ucx", host.ucx, host.network, host.python),
+        packet_filter("host.filter", host.network, host.python),
         _nvml(host.nvml, cluster),
         _dcgm(host.dcgm),
     ]
@@ -126,7 +127,7 @@ def tmp(name: str, scratch: Scratch | Unread) -> Check:
 
 
 def ucx(name: str, found: Ucx | Unread, network: Network | Unread, python: Python | Unread) -> Check:
-    """``auto`` takes ucx where ucxx is, else tcp. NIXL has a UCX of its own, with modules for RDMA."""
+    """``auto`` takes tcp, or ucx on RDMA cards that it can use. NIXL has a UCX of its own, with modules for RDMA."""
     packages = {} if isinstance(python, Unread) else python.packages
     nixl = next((f"{one} {version}" for one, version in packages.items() if one.startswith("nixl")), "")
     beside = f"; {nixl} is installed for [transport] weights = \"nixl\"" if nixl else ""
@@ -144,6 +145,19 @@ def ucx(name: str, found: Ucx | Unread, network: Network | Unread, python: Pytho
     if cards and not rdma(found):
         return warn(name, f"{told}; nothing for {', '.join(cards)}{beside}", fix)
     return ok(name, told + beside)
+
+
+def packet_filter(name: str, network: Network | Unread, python: Python | Unread) -> Check:
+    """NIXL over TCP is refused where its ports cannot be closed. Over RDMA it has none."""
+    if isinstance(network, Unread):
+        return unknown(name, network)
+    if not network.filter_refused:
+        return ok(name, "this user may attach one to its sockets")
+    told = f"the kernel refuses it to this user: {network.filter_refused}"
+    packages = {} if isinstance(python, Unread) else python.packages
+    if network.rdma or not any(one.startswith("nixl") for one in packages):
+        return ok(name, f"{told}; nothing here needs it")
+    return fail(name, f'{told}; [transport] weights = "nixl" does not start over TCP')
 
 
 def rdma(found: Ucx) -> list[str]:

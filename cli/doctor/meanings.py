@@ -25,6 +25,7 @@ _RDMA = (
     "pip install '.[nixl]' in rrl's clone and write [transport] weights = \"nixl\", or install a UCX of the system"
     " (1.19 or newer) and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true (docs/rdma.md)"
 )
+_NO_FILTER = 'write [transport] weights = "auto", which is plain TCP where there is no RDMA'
 MEANINGS: dict[str, Meaning] = {
     # ── this machine
     "host.machine": Meaning(
@@ -58,6 +59,10 @@ MEANINGS: dict[str, Meaning] = {
     "host.ucx": Meaning(
         "Which transports has the UCX that ucxx would use? The PyPI wheel of UCX has none for RDMA.",
         _RDMA),
+    "host.filter": Meaning(
+        "May this user close a port with a packet filter (SO_ATTACH_FILTER)? [transport] weights = \"nixl\" over TCP"
+        " does not start without it.",
+        _NO_FILTER),
     "host.nvml": Meaning(
         "Does the NVIDIA driver's library answer, and which GPUs does it see?",
         "nvidia-smi shows what the driver says; then " + _ADMIN),
@@ -200,6 +205,10 @@ MEANINGS: dict[str, Meaning] = {
     "node.ucx": Meaning(
         "Which transports has UCX there, and do they fit the node's RDMA cards?",
         _RDMA),
+    "node.filter": Meaning(
+        "May this user close a port there with a packet filter? [transport] weights = \"nixl\" over TCP does not start"
+        " without it.",
+        _NO_FILTER),
     "node.gpus": Meaning(
         "Do NVML and Slurm agree about the GPUs that the job was given?",
         f"nvidia-smi on that node shows what the driver says; then {_ADMIN}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rrl.cli.doctor.facts import Check, Facts, Visit
-from rrl.cli.doctor.host_checks import candidates, listed, memlock, nofile, tmp, ucx
+from rrl.cli.doctor.host_checks import candidates, listed, memlock, nofile, packet_filter, tmp, ucx
 from rrl.cli.doctor.meanings import MEANINGS
 from rrl.cli.doctor.verdicts import fail, ok, unknown, warn
 from rrl.roles.host import Ended, Host, Network, Nvml, Python, Unread
@@ -42,6 +42,7 @@ def node_checks(facts: Facts) -> list[Check]:
         memlock("node.memlock", host.limits, host.network, host.ucx),
         tmp("node.tmp", host.scratch),
         ucx("node.ucx", host.ucx, host.network, host.python),
+        packet_filter("node.filter", host.network, host.python),
         _gpus(report),
     ]
 

@@ -33,5 +33,8 @@ def requests_view(
         elif state.booted > one.at:
             said = f"booted {span(now - state.booted)} ago, after it was asked for: repaired?"
             table.add_row("", Text("booted", "yellow"), "", "", Text(said))
+        elif not one.accused:
+            said = f"only records of {' and '.join(one.users)} say so: --apply has rrl health check there confirm it"
+            table.add_row("", Text("alone", "yellow"), "", "", Text(said))
     note = [Text(f"which of them are drained is not known: {unknown}", "yellow")] if unknown else []
     return Group(table, *note)

@@ -108,6 +108,7 @@ def _site(site: SiteReport, sources: Sources) -> RenderableType:
     read = f"{_many(sources.files, 'file')}, {_many(sources.records, 'record')}"
     doubts = [f"{_many(sources.skipped, 'line')} skipped"] * bool(sources.skipped)
     doubts += [f"{_many(len(sources.refused), 'file')} refused"] * bool(sources.refused)
+    doubts += [f"records left out ({len(sources.left_out)} reasons)"] * bool(sources.left_out)
     doubts += [f"{site.lines_lost} lines lost by runs"] * bool(site.lines_lost)
     facts.add_row("from", Text(", ".join([read, *doubts]), "yellow" if doubts else "none"))
     return facts
@@ -177,6 +178,9 @@ def rows_of(one: NodeReport) -> list[tuple[str, str]]:
         rows.append(("facts", ", ".join(f"{name} {value}" for name, value in sorted(one.facts.items()))))
     if one.runs:
         rows.append(("met by", f"{', '.join(one.runs)} of {', '.join(one.users)}"))
+    if one.witnesses:
+        enough = "" if one.accused else ": not enough to accuse it"
+        rows.append(("by", f"records of {', '.join(one.witnesses)}{enough}"))
     if one.also:
         rows.append(("also", f"{folded(one.also)} within 10 min: fabric or storage?"))
     if one.injected:

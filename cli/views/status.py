@@ -131,8 +131,10 @@ def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> Render
     if state.outcome is None:
         facts.add_row("nodes", _nodes(state))
         if pipes := sorted({one.serves.partition("://")[0] for one in workers(state) if one.believed and one.serves}):
-            apart = "; those cannot pull from each other" if len(pipes) > 1 else ""
-            facts.add_row("weights", Text(f"over {' and '.join(pipes)}{apart}", "red" if apart else ""))
+            listed = " and ".join([*([", ".join(pipes[:-1])] if len(pipes) > 1 else []), pipes[-1]])
+            mixed = "nixl" in pipes and len(pipes) > 1  # tcp and ucx understand each other
+            apart = "; those cannot pull from each other" if mixed else ""
+            facts.add_row("weights", Text(f"over {listed}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
         for label, line in zip(("manager", ""), notes or (manager,), strict=False):
             facts.add_row(label, Text(line, "red" if notes else ""))

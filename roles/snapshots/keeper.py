@@ -108,7 +108,7 @@ class Keeper:
             await asyncio.gather(local.close(), remote.close())
             self._shelf.close()
 
-    async def _open(self, meet: Callable[[Line], None]) -> LocalListener:
+    async def _open(self, meet: Callable[[Line], object]) -> LocalListener:
         told = False
         while True:
             try:

@@ -24,13 +24,14 @@ class Audit(Struct, frozen=True):
     steps: dict[int, tuple[int, ...]]
     """the groups of every step ever bound, uncommitted ones included"""
     max_age: int = 0
-    """age of the oldest token that was ever bound to a step, in weight versions"""
+    """age of the oldest token in committed steps, in weight versions"""
 
 
 def audit(records: Iterable[Record]) -> Audit:
-    made = committed = max_age = 0
+    made = committed = 0
     sizes: dict[int, int] = {}
     steps: dict[int, tuple[int, ...]] = {}
+    ages: dict[int, int] = {}
     in_step: Counter[int] = Counter()
     dropped: Counter[str] = Counter()
     for record in records:
@@ -45,7 +46,7 @@ def audit(records: Iterable[Record]) -> Audit:
                 if isinstance(record, Settled):
                     committed = max(committed, number)
                 else:
-                    max_age = max(max_age, record.max_age)
+                    ages[number] = record.max_age
             case Commitment(number):
                 committed = max(committed, number)
             case Dropped(group, trajectories, reason):
@@ -60,4 +61,5 @@ def audit(records: Iterable[Record]) -> Audit:
             for group in groups:
                 sizes.pop(group, None)
     trained = sum(count for number, count in in_step.items() if number <= committed)
+    max_age = max((age for number, age in ages.items() if number <= committed), default=0)
     return Audit(made, trained, dict(dropped), sum(sizes.values()), committed, steps, max_age)

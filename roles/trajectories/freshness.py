@@ -54,7 +54,10 @@ class Freshness:
         self._most = most
         self._per_batch = groups_per_batch
         self.waits = waits
-        self.reason = f"{STALE}: a token is more than {most} weight versions old"
+        self.reason = (
+            f"{STALE}: no step can train it before a token is more than {most} weight versions old" if waits
+            else f"{STALE}: a token is more than {most} weight versions old"
+        )  # fmt: skip
         self._begun: dict[int, int] = {}
         """step of the weights that a group was begun with, by number of the group"""
         self._counts: Counter[int] = Counter()

@@ -80,8 +80,6 @@ class State:
         self.fences: dict[ReplicaId, int] = {}
         self.stale = 0
         """groups dropped for the age of their tokens, ever"""
-        self.max_age = 0
-        """age of the oldest token that was ever bound, in weight versions"""
 
     def apply(self, record: Record) -> None:
         match record:
@@ -96,7 +94,6 @@ class State:
                 self._make(record)
             case Binding(number, groups):
                 self.bindings[number] = record
-                self.max_age = record.max_age
                 for group in groups:
                     self.groups[group].bound = number
             case Metrics(number, metrics):
@@ -153,6 +150,12 @@ class State:
     def latest(self) -> int:
         """The newest bound step, or the committed one."""
         return max(self.bindings, default=self.committed)
+
+    @property
+    def max_age(self) -> int:
+        """Age of the oldest token of all steps up to the latest one, in weight versions. Each binding carries the
+        maximum of those before it, and that of the committed step is always here."""
+        return max((binding.max_age for binding in self.bindings.values()), default=0)
 
     def head(self) -> Head:
         return Head(FORMAT, self.next_group, self.next_trajectory)

@@ -487,8 +487,8 @@ class Store:
         oldest, newest = self._freshness.oldest_allowed, self._newest_weights
         if oldest is not None and newest is not None and newest < oldest:
             return (
-                f"the trainer waits for step {number}, the rollouts for weights of step {oldest} or newer: theirs are"
-                f" of step {newest}; a trainer must publish at least once in {self._freshness.publish_every} steps"
+                f"the trainer waits for step {number}, the rollouts for weights newer than step {newest}'s: publish at"
+                f" least once in {self._freshness.publish_every} steps"
             )
         return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
 

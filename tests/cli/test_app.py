@@ -184,13 +184,13 @@ def test_a_run_whose_manager_has_not_started_says_so(root: Path, capsys: pytest.
     assert "submitted" in capsys.readouterr().out
 
 
-def test_a_journal_that_cannot_be_read_is_one_line_and_exit_code_1(
+def test_a_journal_that_cannot_be_read_is_one_line_and_exit_code_2(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Story("bad-1").written(root)
     completed("good-1").written(root)
     (run.journal / "000009-000001.seg").write_bytes(b"something that is no journal at all")
-    assert app.run(["status", "bad-1"]) == 1
+    assert app.run(["status", "bad-1"]) == 2
     told = capsys.readouterr().err
     assert "not a journal of rrl" in told
     assert told.count("\n") == 1
@@ -271,7 +271,7 @@ def _pretends(monkeypatch: pytest.MonkeyPatch, root: Path, story: Story) -> None
     def start(run: RunDir, job: Job) -> str:
         return ""
 
-    def run_here(run: RunDir, foreground: bool = False) -> str | None:
+    def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
         write_summary(run)
         return None if story.told().outcome is None else story.told().outcome
 

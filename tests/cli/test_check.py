@@ -13,7 +13,7 @@ from rrl.spec.rundir import RUNS_ENV
 from rrl.tests.lab import model_folders
 from rrl.tests.spec.jobs import JOB
 from rrl.tests.spec.test_vllm_arguments import fake_vllm
-from rrl.transport.weights.pipe import PACKAGES
+from rrl.transport.weights.pipe import PACKAGES, Here
 
 SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
 CONFIG = "echo 'AccountingStorageEnforce = associations,limits,qos'; echo 'MaxStepCount = 40000'"
@@ -102,7 +102,7 @@ def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_star
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PACKAGES, "nixl", ("no_such_package",))
-    asked = '[transport]\nweights = "nixl"\n'
+    asked = '[transport]\nweights = "nixl"\ntrusted_network = true\n'
     site.job.write_text(JOB + asked)
     for command in ("check", "submit"):
         assert app.run([command, str(site.job)]) == 2
@@ -114,6 +114,31 @@ def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_star
     assert site.slurm().run("check", extra=asked) == 0
     warning = 'transport.weights = "nixl": no_such_package is not installed on this machine; it must be on the nodes'
     assert f"warning: {warning}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["ucx", "nixl"])
+def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    here = Here(frozenset({"ucx", "nixl"}), ())
+    monkeypatch.setattr(check, "look_here", lambda: here)
+    asked = f'[transport]\nweights = "{kind}"\n'
+    site.job.write_text(JOB + asked)
+    for command in ("check", "submit"):
+        assert app.run([command, str(site.job)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert f"transport.weights: {kind} over TCP lets everybody who reaches its ports read and write" in lines[0]
+        assert "trusted_network = true" in lines[0]
+    assert not site.runs.exists()
+    monkeypatch.setattr(check, "look_here", lambda: Here(here.packages, ("mlx5_0:1",)))
+    assert app.run(["check", str(site.job)]) == 0
+    monkeypatch.setattr(check, "look_here", lambda: here)
+    site.job.write_text(JOB + asked + "trusted_network = true\n")
+    assert app.run(["check", str(site.job)]) == 0
+    capsys.readouterr()
+    assert site.slurm().run("check", extra=asked) == 0, "compute nodes may have RDMA ports that a login node lacks"
+    assert "there is no active RDMA port on this machine; it must on the nodes" in capsys.readouterr().err
 
 
 def test_a_vllm_that_is_asked_for_and_not_installed_is_said_before_anything_starts(

@@ -147,6 +147,11 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("host.ucx", WARN, 'nixl-cu12 1.5.1 is installed for [transport] weights = "nixl"', host(
         network=network(rdma=("mlx5_0",)), python=msgspec.structs.replace(
             findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
+    ("host.filter", OK, "may attach one", host()),
+    ("host.filter", FAIL, 'weights = "nixl" does not start over TCP', host(
+        network=network(filter_refused="Operation not permitted"), python=msgspec.structs.replace(
+            findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
+    ("host.filter", OK, "nothing here needs it", host(network=network(filter_refused="Operation not permitted"))),
     ("host.ucx", UNKNOWN, "names no transport", host(ucx=Ucx("1.21.0", {}, "the system's UCX"))),
     ("host.nvml", OK, "2 x", host(nvml=Nvml("550.1", ("2 x",)))),
     ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=Unread("NVML: Driver/library version mismatch"))),
@@ -278,6 +283,9 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("node.memlock", WARN, "8 MiB", there(limits=Limits(2**23, 65536, 65536, 0, "core"),
                                           network=network(rdma=("mlx5_0",)))),
     ("node.tmp", WARN, "Permission", there(scratch=Scratch("/scratch/u", "", 0, "Permission denied", 0))),
+    ("node.filter", FAIL, 'weights = "nixl" does not start over TCP', there(
+        network=network(filter_refused="Operation not permitted"), python=msgspec.structs.replace(
+            findings.host().python, packages={"nixl-cu12": "1.5.1"}))),
     ("node.ucx", WARN, "nothing for mlx5_0", there(network=network(rdma=("mlx5_0",)))),
     ("node.gpus", WARN, "gave the job GPU 0", node(slurm_gpus="0")),
     ("node.gpus", WARN, "no GPU is visible", node(slurm_gpus="0", host=findings.host("n1", nvml=Nvml("550.1", ())))),

@@ -145,7 +145,7 @@ def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_
     assert "has ended already" in capsys.readouterr().err
     ended.starts = lambda: None
     assert app.run(["resume", RUN, "--steps", "50"]) == 0
-    monkeypatch.setattr(starting, "run_here", lambda run, foreground: ended.begin())
+    monkeypatch.setattr(starting, "run_here", lambda run, foreground, by_hand: ended.begin())
     assert app.run(["manage", RUN]) == 0
     assert load_job(ended.run.job_toml).run.steps == 50
 

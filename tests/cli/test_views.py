@@ -167,7 +167,9 @@ def test_status_says_which_pipe_weights_move_over_and_when_they_cannot() -> None
         return drawn(status_view(story.tell(joined).told(), story.now, 80), 80)
 
     assert "weights  over ucx" in serves("trainer/0", "ucx://10.0.0.2:7001")
-    assert "over tcp and ucx; those cannot pull from each other" in serves("rollout/0", "tcp://10.0.0.3:7001")
+    assert "over tcp and ucx" in (mixed := serves("rollout/0", "tcp://10.0.0.3:7001"))
+    assert "cannot pull" not in mixed
+    assert "over nixl, tcp and ucx; those cannot pull from each other" in serves("rollout/1", "nixl://10.0.0.4:7001")
 
 
 def test_a_summary_tells_what_was_dropped_for_its_age_where_anything_was() -> None:

@@ -24,8 +24,8 @@ from rrl.health.history import (
 from rrl.health.rates import DAY
 from rrl.spec.words import Cause, Remedy, Verdict
 
-BEGAN = 1_799_971_200.0
-"""s: midnight UTC"""
+BEGAN = 1_767_225_600.0
+"""s: 2026-01-01, midnight UTC; in the past, for records of the future are left out"""
 HOUR = 3600.0
 GPU = "GPU-5a3c1f00-9d2e-4b11-8c07-0123456789ab"
 ANNA, BEN, CARL = "anna", "ben", "carl"
@@ -78,9 +78,9 @@ def over(at: float) -> Over:
     return Over(BEGAN + at, "completed", "all steps are done")
 
 
-def told(user: str, run: str, *records: Record | Sequence[Any]) -> list[Told]:
+def told(user: str, run: str, *records: Record | Sequence[Any], trusted: bool = False) -> list[Told]:
     flat: list[Any] = [one for part in records for one in ([part] if not isinstance(part, list) else part)]
-    return [Told(user, run, one) for one in flat]
+    return [Told(user, run, one, trusted) for one in flat]
 
 
 def week() -> list[Told]:

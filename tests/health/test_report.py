@@ -239,7 +239,7 @@ def test_what_was_taken_back_no_longer_stands() -> None:
     assert [line.text for line in one.evidence] == ["mlx5_0/1 is DOWN, was ACTIVE"]
 
 
-@pytest.mark.parametrize(("hours", "verdict"), [(0.5, "FAIL"), (1.5, "OK")])
+@pytest.mark.parametrize(("hours", "verdict"), [(0.5, "WARN"), (1.5, "OK")])
 def test_a_finding_that_nobody_took_back_is_past_once_a_later_run_was_well_there(hours: float, verdict: str) -> None:
     first = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(HOUR, "n1"), over(2 * HOUR))
     later = told(BEN, "s", began(3 * HOUR, "s", BEN), held(3 * HOUR, "n1"), over((3 + hours) * HOUR))
@@ -249,7 +249,7 @@ def test_a_finding_that_nobody_took_back_is_past_once_a_later_run_was_well_there
 def test_a_node_that_was_given_back_is_not_well_for_that() -> None:
     away = [left(HOUR, "n1"), found(HOUR + 1, "n1", Verdict.OK), over(HOUR + 2)]
     records = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(60, "n1"), away)
-    assert node(records, "n1").verdict == "FAIL"
+    assert node(records, "n1").verdict == "WARN"
 
 
 def test_a_finding_that_comes_and_goes_is_counted_each_time_once() -> None:
@@ -296,7 +296,7 @@ def test_of_many_lines_five_are_told() -> None:
 def test_a_reason_that_breaks_out_of_the_shell_stays_one_word() -> None:
     evil = "rrl:x'; rm -rf / #"
     records = [began(0, "r", ANNA), found(5, "n1"), acted(6, "n1", "asked", reason=evil)]
-    assert shlex.split(node(told(ANNA, "r", records), "n1").scontrol)[-1] == f"reason={evil}"
+    assert shlex.split(node(told(ANNA, "r", records, trusted=True), "n1").scontrol)[-1] == f"reason={evil}"
 
 
 # ── lemons ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -306,11 +306,16 @@ def test_the_score_is_the_documented_formula() -> None:
     assert judged(Signals()).score == 0.0
 
 
-def test_a_node_that_fails_again_and_again_is_a_lemon() -> None:
-    records = [began(0, "r", ANNA), *held(0, "n1", "n2", "n3", "n4")]
-    for day in range(1, 5):
+def weak_node(user: str, days: tuple[int, ...], trusted: bool = False) -> list[Told]:
+    """A run of ``user`` in which n1 fails for a short time on each of these days."""
+    records = [began(0, "r", user), *held(0, "n1", "n2", "n3", "n4")]
+    for day in days:
         records += [found(day * DAY, "n1"), failed(day * DAY + 5, "n1"), found(day * DAY + 9, "n1", Verdict.OK)]
-    everything = made(told(ANNA, "r", records, over(6 * DAY)))
+    return told(user, "r", records, over(6 * DAY), trusted=trusted)
+
+
+def test_a_node_that_fails_again_and_again_is_a_lemon() -> None:
+    everything = made(weak_node(ANNA, (1, 3)) + weak_node(BEN, (2, 4)))
     assert everything.site.lemons == ["n1"]
     one = everything.nodes[0]
     assert one.lemon.signals.node_failures_alone == 4
@@ -386,4 +391,4 @@ def test_a_reason_that_is_not_ours_is_made_so() -> None:
 
 def test_a_node_that_left_and_a_remedy_of_support_are_told() -> None:
     records = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1", remedy=Remedy.SUPPORT), left(9, "n1")]
-    assert "field diagnostics" in node(told(ANNA, "r", records), "n1").action
+    assert "field diagnostics" in node(told(ANNA, "r", records, trusted=True), "n1").action

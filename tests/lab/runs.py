@@ -241,7 +241,7 @@ def submit_here(tmp_path: Path, toml: str) -> TestRun:
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
         return subprocess.Popen([RRL, *argv], env=env, text=True, **popen)
 
-    return _submitted(write_job(tmp_path, toml), tmp_path / "runs", call)
+    return submitted(write_job(tmp_path, toml), tmp_path / "runs", call)
 
 
 def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | None = None) -> TestRun:
@@ -254,7 +254,7 @@ def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | No
         return lab.popen_as_user([RRL, *argv], env={**(shell or {}), RUNS_ENV: str(runs)}, cwd=folder, **popen)
 
     job = write_job(folder, toml)
-    return _submitted(job, runs, call)
+    return submitted(job, runs, call)
 
 
 def wait_for_run(runs: Path) -> RunDir:
@@ -276,7 +276,7 @@ def write_job(folder: Path, toml: str) -> Path:
     return job
 
 
-def _submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]]) -> TestRun:
+def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]]) -> TestRun:
     process = call("submit", str(job), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

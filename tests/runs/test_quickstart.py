@@ -18,6 +18,8 @@ VICTIM = ReplicaId("rollout/1")
 def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current_weights(tmp_path: Path) -> None:
     toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace("at = \"step=60\"", "at = \"step=5\"")
     toml = toml.replace("[limits]\n", '[limits]\nstep_grace = "30s"\n')  # torch takes its time to leave a busy machine
+    assert "[transport]" not in toml
+    toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # else nothing runs over UCX as a whole run
     run = submit_here(tmp_path, toml)
     run.wait(lambda s: s.replica(VICTIM).incarnation == 2 and s.replica(VICTIM).holds is not None, within=240)
     killed_at = next(s.event.step for s in reversed(run.events()) if isinstance(s.event, ev.StepCommitted))

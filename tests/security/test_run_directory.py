@@ -87,7 +87,7 @@ def test_a_journal_of_another_run_is_not_taken_for_this_ones(
     other = Story("other-1").works().written(root)
     newest(run).write_bytes(newest(other).read_bytes())
     for command in ("status", "manage", "cancel"):
-        assert told(capsys, 1, command, "mine-1") == (
+        assert told(capsys, 2, command, "mine-1") == (
             f"rrl: {newest(run)}: it is the journal of other-1, not of mine-1\n"
         )
     assert not list(run.mailbox.iterdir())
@@ -108,7 +108,7 @@ def test_a_journal_that_this_rrl_cannot_read_is_left_alone(
     path = run.journal / "000007-000001.seg"
     path.write_bytes(segment)
     for command in ("status", "manage", "cancel"):
-        assert f"{path}: {says}" in told(capsys, 1, command, "mine-1")
+        assert f"{path}: {says}" in told(capsys, 2, command, "mine-1")
     assert path.read_bytes() == segment
     assert not list(run.mailbox.iterdir())
 

@@ -73,7 +73,7 @@ def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ucx_ports, "shut", lambda fd, port: shut.append(fd))
 
     async def test(port: int) -> None:
-        cutting = asyncio.create_task(ucx_ports.cut_off_the_silent(frozenset([port])))
+        cutting = asyncio.create_task(ucx_ports.cut_off_the_silent(lambda: frozenset([port])))
         async with asyncio.timeout(SOON):
             while len(looks) < 3:
                 await asyncio.sleep(0.01)

@@ -64,9 +64,9 @@ class Reception:
         """oldest first"""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def meet(self, line: Line) -> None:
-        """A connection came in: serve it until either end leaves. The oldest stranger makes room for it, if need be:
-        a member has proved itself within milliseconds, who has not by now is none."""
+    def meet(self, line: Line) -> asyncio.Task[None]:
+        """A connection came in: serve it until either end leaves, in the task that is returned. The oldest stranger
+        makes room for it, if need be: a member has proved itself within milliseconds, who has not by now is none."""
         if len(self._strangers) >= _STRANGERS:
             next(iter(self._strangers)).abort()
             del self._strangers[next(iter(self._strangers))]
@@ -74,6 +74,7 @@ class Reception:
         task = asyncio.get_running_loop().create_task(self._receive(line))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
         for task in self._tasks:

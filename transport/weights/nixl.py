@@ -246,16 +246,18 @@ class _NixlLine:
 class NixlPipe:
     """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``nixl://host:port``.
 
+    ``trusted_host`` and ``rdma_ports``: as of :class:`rrl.transport.weights.nixl_reads.Reads`.
     NIXL starts in a thread, when the first connection needs it. To be closed: else its reads may keep the process from
     ending. Raises ImportError when NIXL is not installed.
     """
 
     kind = "nixl"
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
         if package("nixl") is None:
             raise ImportError("the nixl pipe needs NIXL: pip install '.[nixl]' in rrl's clone")
         self._secret = secret
+        self._trusted_host, self._rdma_ports = trusted_host, rdma_ports
         self._threads = ThreadPoolExecutor(_THREADS, "nixl")
         self._calls = calls = Calls(self._dial, secret)
         self.manifest, self.fetch, self.hang_up = calls.manifest, calls.fetch, calls.hang_up
@@ -290,7 +292,7 @@ class NixlPipe:
 
     async def _dial(self, at: str) -> _NixlLine:
         nixl = await self._nixl()
-        return _NixlLine(await dial(at, self.kind), nixl, self._secret, dialled=True)
+        return _NixlLine(await dial(at, (self.kind,)), nixl, self._secret, dialled=True)
 
     async def _nixl(self) -> _Nixl:
         if self._closed:
@@ -300,6 +302,6 @@ class NixlPipe:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> _Nixl:
-        reads = await asyncio.to_thread(Reads)
-        self._guard = asyncio.get_running_loop().create_task(cut_off_the_silent(reads.ports))
+        reads = await asyncio.to_thread(Reads, self._trusted_host, self._rdma_ports)
+        self._guard = asyncio.get_running_loop().create_task(cut_off_the_silent(lambda: reads.ports))
         return _Nixl(reads, self._threads)

@@ -25,10 +25,12 @@ from typing import Any
 
 import numpy
 
+from rrl.transport.address import interfaces
 from rrl.transport.connections import deaf, listening
 from rrl.transport.weights.pipe import PipeError, package
 from rrl.transport.weights.store import fresh_memory
-from rrl.transport.weights.ucx import SETTINGS as UCX_SETTINGS
+from rrl.transport.weights.ucx_settings import SETTINGS as UCX_SETTINGS
+from rrl.transport.weights.ucx_settings import limits
 
 SLOT_BYTES = 4 * 2**20
 """what is read at once"""
@@ -93,15 +95,22 @@ class Remote:
 class Reads:
     """NIXL's runtime of one pipe. To make one blocks for 0.5 s, longer where there are cards to be opened.
 
-    Raises ImportError where NIXL is not installed, and PipeError where it does not start.
+    ``trusted_host``: the address at which its UCX may listen for TCP; None: it may not use TCP.
+    Raises ImportError where NIXL is not installed, and PipeError where it does not start, listens anywhere else, or
+    the kernel does not let us close its ports.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
         name = package("nixl")
         if name is None:
             raise ImportError("the nixl pipe needs NIXL: pip install '.[nixl]' in rrl's clone")
         for key, value in SETTINGS.items():
             os.environ.setdefault(key, value)
+        try:
+            os.environ.update(limits(os.environ, rdma_ports, interfaces(), trusted_host))
+        except ValueError as error:
+            raise PipeError(f"NIXL's UCX may use nothing here: {error}") from error
+        self._trusted_host = trusted_host
         self._nixl: Any = importlib.import_module(f"{name}._bindings")
         self.name = os.urandom(8).hex().encode()
         """random: a process that was started again is somebody else, and nobody has to forget its former life first"""
@@ -129,16 +138,27 @@ class Reads:
             why = limits or "UCX_LOG_LEVEL=info says why"
             raise PipeError(f"NIXL's UCX finds nothing to work with ({why})") from error
         mine = self._agent.getLocalMD()  # names its ports: others may have opened some meanwhile
-        self.ports = frozenset(port for port in listening() - before if port.to_bytes(2, "big") in mine)
-        self.hear(False)
+        opened = sorted(at for at in listening() - before if at[1].to_bytes(2, "big") in mine)
+        self.ports = frozenset(port for _, port in opened)
+        try:
+            if astray := [f"{address}:{port}" for address, port in opened if address != self._trusted_host]:
+                may = self._trusted_host or "no port"
+                raise PipeError(f"NIXL's UCX listens at {', '.join(astray)}; it may only at {may}")
+            self.hear(False)
+        except PipeError:
+            self.close()
+            raise
 
     def hear(self, hears: bool) -> None:
-        """Whether anybody can connect to the ports of NIXL's UCX. Does not block."""
+        """Whether anybody can connect to the ports of NIXL's UCX. Does not block. Raises PipeError."""
         for port in self.ports:
             try:
                 deaf(port, not hears)
-            except OSError as error:  # a kernel without socket filters
-                _log.warning("NIXL's port %d cannot be closed to strangers: %s", port, error)
+            except OSError as error:
+                raise PipeError(
+                    f"the kernel does not let this user close NIXL's port {port} (SO_ATTACH_FILTER: {error.strerror});"
+                    ' write weights = "tcp"'
+                ) from error
 
     def close(self) -> None:
         """Stop NIXL's thread and close its ports. Nothing may be under way but reads that nobody waits for."""

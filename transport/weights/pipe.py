@@ -11,13 +11,16 @@ import hmac
 import importlib.util
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
+
+from msgspec import Struct
 
 from rrl.spec.words import Version
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.ucx_settings import active_rdma_ports
 
 CONNECT_BY = 1.0
 """s; an attempt against a dead port sometimes hangs until its deadline (docs/sources.md, UCX)"""
@@ -160,24 +163,68 @@ async def _receive(line: Line, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
-def split_address(at: str, kind: str) -> tuple[str, int]:
-    """``tcp://host:port`` as host and port. Raises PipeError for another kind of pipe or a malformed address."""
+def split_address(at: str, kinds: Sequence[str]) -> tuple[str, int]:
+    """``tcp://host:port`` as host and port. Raises PipeError for a kind of pipe that is none of these, and for a
+    malformed address."""
     scheme, _, rest = at.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme != kind or not host or not port.isdigit():
-        raise PipeError(f"{at!r} is not an address of a {kind} pipe")
+    if scheme not in kinds or not host or not port.isdigit():
+        raise PipeError(f"{at!r} is not an address of a {' or '.join(kinds)} pipe")
     return host, int(port)
 
 
-def choose(kind: str) -> tuple[str, str]:
-    """Which pipe ``auto``, ``ucx``, ``tcp`` or ``nixl`` means here, and why. Imports nothing heavy."""
-    if kind in ("tcp", "ucx", "nixl"):
-        return kind, f"the job asks for {kind}"
-    if kind != "auto":
+class Here(Struct, frozen=True):
+    """What decides on this machine how weights travel."""
+
+    packages: frozenset[str]
+    """kinds of pipes (``ucx``, ``nixl``) whose package is installed"""
+    rdma_ports: tuple[str, ...]
+    """active ports of RDMA devices: ``mlx5_0:1``"""
+
+
+class Choice(Struct, frozen=True):
+    kind: str
+    """``tcp``, ``ucx`` or ``nixl``"""
+    why: str
+    over_tcp: bool = False
+    """UCX may use its TCP transport"""
+
+
+class Untrusted(PipeError):
+    """UCX over TCP on a network that the job does not call trusted."""
+
+
+def choose(kind: str, here: Here, trusted_network: bool) -> Choice:
+    """What ``[transport] weights`` means on a machine. Raises Untrusted, and ValueError for an unknown kind."""
+    if kind == "auto":
+        return _choose_auto(here)
+    if kind == "tcp":
+        return Choice("tcp", "the job asks for tcp")
+    if kind not in PACKAGES:
         raise ValueError(f'pipe {kind!r} is unknown; write "auto", "ucx", "tcp" or "nixl"')
-    if package("ucx") is None:
-        return "tcp", "ucxx is not installed here"
-    return "ucx", "ucxx is installed here"
+    if trusted_network:
+        return Choice(kind, f"the job asks for {kind}, and trusts its network", over_tcp=True)
+    if not here.rdma_ports:
+        raise Untrusted(
+            f"{kind} over TCP lets everybody who reaches its ports read and write the memory of the roles, and this"
+            ' machine has no active RDMA port; write weights = "auto", or trusted_network = true where nobody else'
+            " is on that network or these machines (docs/sites.md)"
+        )
+    return Choice(kind, f"the job asks for {kind}; it goes over {', '.join(here.rdma_ports)} without TCP")
+
+
+def _choose_auto(here: Here) -> Choice:
+    if not here.rdma_ports:
+        return Choice("tcp", "this machine has no active RDMA port")
+    ports = ", ".join(here.rdma_ports)
+    if "ucx" not in here.packages:
+        return Choice("tcp", f"{ports} would serve RDMA, but ucxx is not installed here (docs/rdma.md)")
+    return Choice("ucx", f"{ports} may serve RDMA")
+
+
+def look_here() -> Here:
+    """Of this machine. Imports nothing."""
+    return Here(frozenset(kind for kind in PACKAGES if package(kind) is not None), active_rdma_ports())
 
 
 def package(kind: str) -> str | None:
@@ -185,28 +232,37 @@ def package(kind: str) -> str | None:
     return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)
 
 
-def open_pipe(kind: str, secret: bytes) -> Pipe:
+def open_pipe(
+    kind: str, secret: bytes, *, host: str = "127.0.0.1", trusted_network: bool = False, here: Here | None = None
+) -> Pipe:
     """The pipe that ``kind`` (``auto``, ``ucx``, ``tcp``, ``nixl``) means here; its ``kind`` says which, the log says
     why.
 
-    Must be called in the loop that will use it. Raises ImportError when what is asked for by name is not installed.
+    ``host``: the address that this process serves at. Where ``trusted_network`` lets UCX use TCP, it listens there and
+    nowhere else. ``here``: this machine, unless the caller has looked already.
+    Must be called in the loop that will use the pipe. Raises ImportError when what is asked for by name is not
+    installed, and PipeError when it cannot be used here: ``auto`` takes tcp instead.
     """
     from rrl.transport.weights.tcp import TcpPipe
     from rrl.transport.weights.ucx import UcxPipe
 
-    chosen, why = choose(kind)
-    if chosen == "ucx":
-        try:
-            pipe: Pipe = UcxPipe(secret)
-        except Exception as error:  # not installed, or UCX finds no device, no memory that it may lock ...
-            if kind == "ucx":
-                raise
-            chosen, why = "tcp", f"UCX does not start here: {type(error).__name__}: {error}"
-    if chosen == "nixl":
+    here = look_here() if here is None else here
+    choice = choose(kind, here, trusted_network)
+    trusted_host = host if choice.over_tcp else None
+    if choice.kind == "nixl":
         from rrl.transport.weights.nixl import NixlPipe  # needs numpy, which comes with NIXL
 
-        pipe = NixlPipe(secret)
-    if chosen == "tcp":
+        pipe: Pipe = NixlPipe(secret, trusted_host, here.rdma_ports)
+    elif choice.kind == "ucx":
+        try:
+            pipe = UcxPipe(secret, trusted_host, here.rdma_ports)
+        except (PipeError, ImportError) as error:
+            if kind == "ucx":
+                raise
+            _log.warning("weights move over tcp, not over %s: %s", ", ".join(here.rdma_ports), error)
+            return TcpPipe(secret)
+    else:
         pipe = TcpPipe(secret)
-    _log.info("weights move over %s: %s", chosen, why)
+    level = logging.WARNING if kind == "auto" and choice.kind == "tcp" and here.rdma_ports else logging.INFO
+    _log.log(level, "weights move over %s: %s", choice.kind, choice.why)
     return pipe

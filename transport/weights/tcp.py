@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rrl.transport.weights.calls import Calls, Desk
-from rrl.transport.weights.pipe import CONNECT_BY, Line, PipeError, split_address
+from rrl.transport.weights.offers import PLAIN, send_offer
+from rrl.transport.weights.pipe import CONNECT_BY, Line, PipeError, deadline, shake_hands, split_address
 from rrl.transport.weights.store import WeightStore
 
 _SLICE = 256 * 2**10
@@ -31,7 +32,7 @@ class TcpLine(asyncio.BufferedProtocol):
     What comes when nothing is being received goes to a small spare buffer, and then reading pauses.
     """
 
-    def __init__(self, meet: Callable[[Line], None] | None = None) -> None:
+    def __init__(self, meet: Callable[[Line], object] | None = None) -> None:
         self._meet = meet
         self._transport: asyncio.Transport | None = None
         self._failure: str | None = None
@@ -134,7 +135,7 @@ class TcpLine(asyncio.BufferedProtocol):
                     waiting.set_exception(PipeError(why))
 
 
-async def listen(meet: Callable[[Line], None], host: str) -> tuple[asyncio.Server, int]:
+async def listen(meet: Callable[[Line], object], host: str) -> tuple[asyncio.Server, int]:
     """A server on a free port of ``host``, and the port. ``meet`` is given each connection."""
     listening = socket.create_server((host, 0))
     server = await asyncio.get_running_loop().create_server(lambda: TcpLine(meet), sock=listening, backlog=_AT_ONCE)
@@ -142,9 +143,9 @@ async def listen(meet: Callable[[Line], None], host: str) -> tuple[asyncio.Serve
     return server, int(listening.getsockname()[1])
 
 
-async def dial(at: str, kind: str) -> TcpLine:
-    """Raises PipeError."""
-    host, port = split_address(at, kind)
+async def dial(at: str, kinds: Sequence[str]) -> TcpLine:
+    """Raises PipeError, also for an address of a pipe that is none of ``kinds``."""
+    host, port = split_address(at, kinds)
     try:
         async with asyncio.timeout(CONNECT_BY):
             _, line = await asyncio.get_running_loop().create_connection(TcpLine, host, port)
@@ -154,7 +155,8 @@ async def dial(at: str, kind: str) -> TcpLine:
 
 
 class TcpPipe:
-    """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``tcp://host:port``."""
+    """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``tcp://host:port``. It also pulls from a UCX pipe,
+    which serves over TCP whoever has no UCX."""
 
     kind = "tcp"
 
@@ -178,4 +180,9 @@ class TcpPipe:
         self._served.clear()
 
     async def _dial(self, at: str) -> TcpLine:
-        return await dial(at, self.kind)
+        line = await dial(at, ("tcp", "ucx"))
+        if at.startswith("ucx:"):  # its other end waits for the address of a UCX worker
+            await shake_hands(line, self._secret, dialled=True)
+            with deadline(line, CONNECT_BY):
+                await send_offer(line, PLAIN)
+        return line

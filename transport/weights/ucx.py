@@ -4,14 +4,19 @@ Settings and rules were measured in docs/sources.md, UCX:
 thread progress with Python futures (everything else spins a core); endpoint error handling always on (without it a
 dead peer hangs its survivor); an abort before a buffer is given up (else UCX goes on writing into freed memory);
 deadlines of our own everywhere (UCX never notices a stopped peer).
-UCX's own listener binds 0.0.0.0 and never lets go of a connection that sends it garbage (ucxx 0.52: one descriptor and
-2 KiB each, for good). It lives as long as any connection made through it. So the kernel drops whatever comes there, but
-for the moments in which somebody who has proved itself at a plain TCP door connects to it.
 
-ucxx's own ``create_endpoint`` and listener handlers break the third rule: at their connect timeout they let go of 16
-bytes that UCX still writes to. So a stopped peer crashed those who dialled it (ucxx 0.52: SIGSEGV or SIGBUS in 6 of 6
-runs of 3 to 20 dials to a stopped process; in none of 6 with the endpoint closed first). Connections are therefore made
-here, on ucxx's core objects.
+UCX's own listener is not used: it binds 0.0.0.0, asks nobody for a proof, and keeps a descriptor for good of each
+connection that sends it garbage. A connection begins at a TCP port of ours instead. Both ends prove there that they
+know the run's secret, then tell each other the addresses of their UCX workers, and each makes an endpoint from what it
+was told. The TCP connection stays open beside the endpoint: when it ends, the endpoint is closed. UCX alone notices a
+killed peer only at its next keepalive (20 s, measured over shared memory and TCP).
+
+The end that dials makes a worker for each connection. UCX pairs the endpoints of two workers by counting them on each
+side; after an attempt that failed on one side only, the counts differ for good, and an endpoint would receive what
+was sent to another one, whose buffer may have been freed. A worker costs 2 to 13 ms, two threads and five descriptors.
+
+An end that has no UCX, or whose UCX does not reach the other one, goes on over the TCP connection. So ``tcp`` and
+``ucx`` understand each other, and nodes of one run may differ.
 """
 
 from __future__ import annotations
@@ -20,113 +25,92 @@ import asyncio
 import gc
 import logging
 import os
-import struct
 import threading
 from collections.abc import Callable
+from queue import Queue
 from typing import Any
 
-from rrl.transport.connections import deaf, listening
+from rrl.transport.address import interfaces
+from rrl.transport.connections import listening
 from rrl.transport.weights.calls import Calls, Desk, Reception
-from rrl.transport.weights.pipe import CONNECT_BY, HANDSHAKE_BY, Line, PipeError, deadline, shake_hands, split_address
+from rrl.transport.weights.offers import PLAIN, Offer, receive_choice, receive_offer, send_choice, send_offer
+from rrl.transport.weights.pipe import CONNECT_BY, Line, PipeError, deadline, shake_hands
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.tcp import TcpLine, dial, listen
 from rrl.transport.weights.ucx_ports import cut_off_the_silent
+from rrl.transport.weights.ucx_settings import limits, rdma_resources, resources, set_defaults
 
-SETTINGS = {
-    "UCX_TCP_RX_SEG_SIZE": "512K",  # defaults of 64K and 8K cost a factor of 3.5 to 4
-    "UCX_TCP_TX_SEG_SIZE": "512K",
-    "UCX_TCP_CM_REUSEADDR": "y",  # else a port is busy for 62 s after a kill -9
-    "UCX_TCP_KEEPIDLE": "5s",  # measured with 1 s: a cut link is noticed in 3.6 s, by default in 28; so 5 + 3 s here
-    "UCX_TCP_KEEPINTVL": "1s",
-    "UCX_TCP_KEEPCNT": "3",
-    "UCX_POSIX_ERROR_HANDLING": "y",  # else shared memory is silently left out
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_LOG_LEVEL": "error",  # it warns, on stdout, of every stranger that hangs up: a flood in the role's log
-}
-"""Set before ucxx is imported, unless the environment says otherwise."""
-_TAG = struct.Struct("<Q")
-_PORT = struct.Struct("<H")
-_LET_IN_BY = 2 * HANDSHAKE_BY
-"""s for who was told UCX's port to have connected there and hung up"""
+_TAG_BYTES = 8
 _ABORT_NS = 10**10
 """how long an abort may wait for UCX's progress thread; measured 0 to 2 ms"""
+_EPOLL_TIMEOUT_MS = 1
+"""ucxx's own value: how long the progress thread sleeps at most"""
 
 _log = logging.getLogger(__name__)
 
 
-class _Runtime:
-    """ucxx's context, one per process: started by the first pipe, shut down by the last.
+class _Worker:
+    """A UCX worker with ucxx's two threads: one makes progress, the other completes the futures of the running loop.
 
-    Its notifier thread belongs to one asyncio loop.
+    ucxx's ApplicationContext does the same, but leaves a reference to its worker in the loop: it is never freed.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._context: Any = None
-        self.ports: frozenset[int] = frozenset()
-        """that UCX listens at by itself"""
+    def __init__(self, context: Any) -> None:
+        from ucxx._lib.libucxx import UCXAddress, UCXWorker
+        from ucxx._lib_async.continuous_ucx_progress import _create_context
+        from ucxx._lib_async.notifier_thread import _notifierThread
 
-    def start(self) -> Any:
-        """UCX's worker for the running loop. Raises ImportError, or RuntimeError when another loop has it."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._users and self._loop is not loop:
-                raise RuntimeError("UCX serves one asyncio loop per process, and another one is using it")
-            if self._context is None:
-                for name, value in SETTINGS.items():
-                    os.environ.setdefault(name, value)
-                try:
-                    import ucxx  # noqa: F401
-                    from ucxx._lib_async.application_context import ApplicationContext
-                except ImportError as error:
-                    raise ImportError("the ucx pipe needs ucxx: pip install '.[ucx]' in rrl's clone") from error
-                before = listening()
-                self._context = ApplicationContext(progress_mode="thread", enable_python_future=True)
-                self.ports = listening() - before
-            self._users += 1
-            self._loop = loop
-            return self._context.worker
+        before = listening()
+        self.core: Any = UCXWorker(context, enable_delayed_submission=True, enable_python_future=True)
+        self.address: bytes = UCXAddress.create_from_worker(self.core).tobytes()
+        self.ports = frozenset(at for at in listening() - before if at[1].to_bytes(2, "big") in self.address)
+        """(address, port) that this worker listens at. Others may have opened some meanwhile: its own it names"""
+        self._orders: Queue[str] = Queue()
+        orders = (asyncio.get_running_loop(), self.core, self._orders)
+        self._notifier = threading.Thread(target=_notifierThread, args=orders, name="UCX notifier")
+        self._notifier.start()
+        self.core.set_progress_thread_start_callback(_create_context)
+        self.core.start_progress_thread(polling_mode=False, epoll_timeout=_EPOLL_TIMEOUT_MS)
 
-    def stop(self) -> None:
-        """Blocks for up to 1 s (the notifier thread's own period): not to be called on the loop's thread."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._context.stop_notifier_thread()
-                self._context = None
-                gc.collect()  # ucxx's objects hang in reference cycles
+    def join(self, address: bytes) -> Any:
+        """An endpoint to the worker of that address. Raises PipeError where UCX does not reach it."""
+        from ucxx._lib.libucxx import UCXAddress, UCXEndpoint
 
+        try:
+            return UCXEndpoint.create_from_worker_address(self.core, UCXAddress.create_from_buffer(address), True)
+        except Exception as error:  # ucxx raises a family of its own, RuntimeError and MemoryError
+            raise PipeError(f"ucx: {type(error).__name__}: {error}") from error
 
-_runtime = _Runtime()
+    def close(self) -> None:
+        """Blocks until both threads have ended, which the notifier does only while the loop runs; measured 0.5 ms."""
+        self._orders.put("shutdown")
+        self.core.stop_request_notifier_thread()
+        self._notifier.join()
+        self.core.stop_progress_thread()
+        self.core = None
+        self.ports = frozenset()
 
 
 class _UcxLine:
-    """One endpoint. Tag messages keep their boundaries: each receive matches one send of the same length."""
+    """An endpoint, and the TCP connection that it began with. Tag messages keep their boundaries: each receive matches
+    one send of the same length.
 
-    def __init__(self, endpoint: Any, door: TcpLine | None = None) -> None:
+    ``dispose`` is called once the line has been aborted and no operation is under way: the worker that it ends is what
+    completes their futures."""
+
+    def __init__(
+        self, endpoint: Any, tcp: TcpLine, mine: int, theirs: int, dispose: Callable[[], None] = lambda: None
+    ) -> None:
         self._endpoint = endpoint
-        self._door = door
-        """of who dialled: hung up once we are connected, and the listener behind it may close"""
+        self._tcp = tcp
+        self._mine, self._theirs = mine, theirs
+        self._dispose = dispose
         self._gone = False
-        self._mine = self._theirs = 0
+        self._under_way = 0
+        self._watch = asyncio.get_running_loop().create_task(self._until_tcp_ends())
 
     async def open(self) -> None:
-        """Tell each other a random tag. The listener speaks first, and nobody has two stream operations under way."""
-        from ucxx._lib.arr import Array
-
-        self._mine = int.from_bytes(os.urandom(_TAG.size), "little")
-        mine, theirs = _TAG.pack(self._mine), bytearray(_TAG.size)
-        steps: list[Callable[[], Any]] = [
-            lambda: self._endpoint.stream_send(Array(mine)),
-            lambda: self._endpoint.stream_recv(Array(theirs)),
-        ]
-        for step in steps if self._door is None else reversed(steps):
-            await self._done(step)
-        (self._theirs,) = _TAG.unpack(theirs)
-        if self._door is not None:
-            self._door.abort()
+        """Nothing is left to agree on."""
 
     async def send(self, data: bytes | memoryview) -> None:
         from ucxx._lib.arr import Array
@@ -146,6 +130,7 @@ class _UcxLine:
         """One operation. However it fails, the endpoint is closed before anybody can let go of the buffer."""
         if self._gone:
             raise PipeError("the connection was aborted")
+        self._under_way += 1
         try:
             self._endpoint.raise_on_error()
             request = start()
@@ -158,108 +143,72 @@ class _UcxLine:
         except BaseException:  # cancelled
             self.abort()
             raise
+        finally:
+            self._under_way -= 1
+            self._dispose_once_idle()
         if self._gone:
             raise PipeError("the connection was aborted")
+
+    def _dispose_once_idle(self) -> None:
+        if self._gone and not self._under_way:
+            self._dispose()
+
+    async def _until_tcp_ends(self) -> None:
+        try:
+            await self._tcp.receive(memoryview(bytearray(1)))
+        except PipeError:
+            pass
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         if not self._gone:
             self._gone = True
             self._endpoint.close_blocking(period=_ABORT_NS, max_attempts=1)
             self._endpoint.remove_close_callback()
-            if self._door is not None:
-                self._door.abort()
+            self._endpoint = None
+            self._tcp.abort()
+            self._dispose_once_idle()
 
     @property
     def broken(self) -> bool:
         return self._gone or not self._endpoint.alive
 
 
-class _Door:
-    """What is open at all times: plain TCP. Who proves itself there is told UCX's port, which hears for the
-    milliseconds that it takes to connect there. (It proves itself again on that connection: a stranger may have been
-    faster.)"""
-
-    def __init__(self, secret: bytes, listener: Any) -> None:
-        self._listener = listener
-        """kept: without it nobody listens"""
-        self._told: dict[Line, None] = {}
-        """who were told the port and have not connected yet, oldest first"""
-        self._reception = Reception(secret, self._let_in)
-        self._server: asyncio.Server | None = None
-
-    async def open(self, host: str) -> int:
-        """Returns the port."""
-        self._hear(False)
-        self._server, port = await listen(self._reception.meet, host)
-        return port
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        await self._reception.close()
-
-    def connected(self) -> None:
-        """Somebody has connected at UCX's port. Were it not who was told, that one dials again."""
-        if self._told:
-            self._gone(next(iter(self._told)))
-
-    async def _let_in(self, line: Line) -> None:
-        if not self._told:
-            self._hear(True)
-        self._told[line] = None
-        try:
-            with deadline(line, _LET_IN_BY):
-                await line.send(_PORT.pack(self._listener.port))
-                await line.receive(memoryview(bytearray(1)))  # it says no more: it hangs up
-        finally:
-            self._gone(line)
-
-    def _gone(self, line: Line) -> None:
-        if line in self._told:
-            del self._told[line]
-            if not self._told:
-                self._hear(False)
-
-    def _hear(self, hears: bool) -> None:
-        try:
-            deaf(self._listener.port, not hears)
-        except OSError as error:  # a kernel without socket filters
-            _log.warning("UCX's port %d cannot be closed to strangers: %s", self._listener.port, error)
-
-
 class UcxPipe:
     """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``ucx://host:port``.
 
-    To be made in the loop that uses it, and to be closed: else ucxx's notifier thread keeps the process from ending,
-    unless that loop runs in a daemon thread. Raises ImportError when ucxx is not installed.
+    ``trusted_host``: the address at which UCX's TCP transport may listen; None: UCX may not use TCP, and must have a
+    transport for one of ``rdma_ports`` unless there are none.
+    To be made in the loop that uses it, and to be closed: else ucxx's notifier threads keep the process from ending,
+    unless that loop runs in a daemon thread. Raises ImportError when ucxx is not installed, and PipeError when UCX
+    finds nothing that it may use, or listens anywhere else than it was told to.
     """
 
     kind = "ucx"
 
-    def __init__(self, secret: bytes) -> None:
-        self._worker = _runtime.start()
+    def __init__(self, secret: bytes, trusted_host: str | None, rdma_ports: tuple[str, ...] = ()) -> None:
         self._secret = secret
+        self._trusted_host = trusted_host
+        self._context = _context(trusted_host, rdma_ports)
         self._calls = calls = Calls(self._dial, secret)
         self.manifest, self.fetch, self.hang_up = calls.manifest, calls.fetch, calls.hang_up
+        self._workers: set[_Worker] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._own: _Worker | None = self._new_worker()
+        """the worker of all connections that others dialled"""
         self._served: list[tuple[_Door, Desk]] = []
         self._closed = False
-        self._guard = asyncio.get_running_loop().create_task(cut_off_the_silent(_runtime.ports))
+        self._guard = asyncio.get_running_loop().create_task(cut_off_the_silent(self.ports))
+
+    def ports(self) -> frozenset[int]:
+        """TCP ports that UCX listens at. Nobody has to prove anything there."""
+        return frozenset(port for worker in self._workers for _, port in worker.ports)
 
     async def serve(self, store: WeightStore, host: str) -> str:
-        from ucxx._lib.libucxx import UCXListener
-
+        assert self._own is not None
         desk = Desk(store, self._secret)
-        loop = asyncio.get_running_loop()
-
-        def met(endpoint: Any) -> None:
-            door.connected()
-            desk.meet(_UcxLine(endpoint))
-
-        def meet(endpoint: Any) -> None:  # on UCX's progress thread
-            loop.call_soon_threadsafe(met, endpoint)
-
-        listener = UCXListener.create(worker=self._worker, port=0, cb_func=meet, deliver_endpoint=True)
-        door = _Door(self._secret, listener)
+        door = _Door(self._secret, self._own, desk)
         self._served.append((door, desk))
         return f"ucx://{host}:{await door.open(host)}"
 
@@ -273,21 +222,136 @@ class UcxPipe:
             await door.close()
             await desk.close()
         self._served.clear()
-        self._worker = None
-        await asyncio.to_thread(_runtime.stop)
+        self._own = None
+        for worker in list(self._workers):
+            self._end(worker)
+        await asyncio.gather(*self._closing)
+        self._context = None
+        gc.collect()  # ucxx's objects hang in reference cycles
 
-    async def _dial(self, at: str) -> _UcxLine:
-        """Past the door; whether UCX is reached behind it shows in ``open``, under the handshake's deadline."""
-        from ucxx._lib.libucxx import UCXEndpoint
+    def _new_worker(self) -> _Worker:
+        """Raises PipeError."""
+        try:
+            worker = _Worker(self._context)
+        except Exception as error:  # no descriptor, no memory that may be locked ...
+            raise PipeError(f"ucx: {type(error).__name__}: {error}") from error
+        self._workers.add(worker)
+        if astray := sorted(at for at in worker.ports if at[0] != self._trusted_host):
+            self._end(worker)
+            where = ", ".join(f"{address}:{port}" for address, port in astray)
+            raise PipeError(f"UCX listens at {where}; it may only at {self._trusted_host or 'no port'}")
+        return worker
 
-        host, _ = split_address(at, self.kind)
-        door = await dial(at, self.kind)
-        await shake_hands(door, self._secret, dialled=True)
-        with deadline(door, CONNECT_BY):
-            told = bytearray(_PORT.size)
-            await door.receive(memoryview(told))
-            try:
-                endpoint = UCXEndpoint.create(self._worker, host, *_PORT.unpack(told), True)
-            except Exception as error:
-                raise PipeError(f"{at} cannot be reached: {type(error).__name__}: {error}") from error
-        return _UcxLine(endpoint, door)
+    def _end(self, worker: _Worker) -> None:
+        """Once; without waiting for its threads."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+            ending = asyncio.get_running_loop().create_task(asyncio.to_thread(worker.close))
+            self._closing.add(ending)
+            ending.add_done_callback(self._closing.discard)
+
+    async def _dial(self, at: str) -> Line:
+        tcp = await dial(at, ("ucx", "tcp"))
+        if at.startswith("tcp:"):
+            return tcp
+        await shake_hands(tcp, self._secret, dialled=True)
+        if self._closed:
+            tcp.abort()
+            raise PipeError("the pipe is closed")
+        worker = self._new_worker()
+        try:
+            line = await self._joined(at, tcp, worker)
+        except BaseException:
+            tcp.abort()
+            self._end(worker)
+            raise
+        if line is None:
+            self._end(worker)
+        return line or tcp
+
+    async def _joined(self, at: str, tcp: TcpLine, worker: _Worker) -> _UcxLine | None:
+        """None where one end does not reach the other by UCX."""
+        mine = _new_tag()
+        with deadline(tcp, CONNECT_BY):
+            await send_offer(tcp, Offer(mine, worker.address))
+            theirs = await receive_offer(tcp)
+            endpoint = None
+            if theirs != PLAIN:
+                try:
+                    endpoint = worker.join(theirs.address)
+                except PipeError as error:
+                    _log.warning("UCX does not reach %s, weights from there come over TCP: %s", at, error)
+                await send_choice(tcp, endpoint is not None)
+            if endpoint is None:
+                return None
+            return _UcxLine(endpoint, tcp, mine, theirs.tag, lambda: self._end(worker))
+
+
+class _Door:
+    """The TCP port where connections begin: who proves itself there is served, over UCX where both ends can."""
+
+    def __init__(self, secret: bytes, worker: _Worker, desk: Desk) -> None:
+        self._worker = worker
+        self._desk = desk
+        self._reception = Reception(secret, self._let_in)
+        self._server: asyncio.Server | None = None
+
+    async def open(self, host: str) -> int:
+        """Returns the port."""
+        self._server, port = await listen(self._reception.meet, host)
+        return port
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await self._reception.close()
+
+    async def _let_in(self, tcp: Line) -> None:
+        assert isinstance(tcp, TcpLine)
+        with deadline(tcp, CONNECT_BY):
+            line = await self._joined(tcp)
+        await self._desk.meet(line or tcp)
+
+    async def _joined(self, tcp: TcpLine) -> _UcxLine | None:
+        """None where one end does not reach the other by UCX, or has none."""
+        theirs = await receive_offer(tcp)
+        if theirs == PLAIN:
+            return None
+        try:
+            endpoint = self._worker.join(theirs.address)
+        except PipeError as error:
+            _log.warning("UCX does not reach a peer, weights go there over TCP: %s", error)
+            await send_offer(tcp, PLAIN)
+            return None
+        mine, joined = _new_tag(), False
+        try:
+            await send_offer(tcp, Offer(mine, self._worker.address))
+            joined = await receive_choice(tcp)
+        finally:
+            if not joined:
+                endpoint.close_blocking(period=_ABORT_NS, max_attempts=1)
+        return _UcxLine(endpoint, tcp, mine, theirs.tag) if joined else None
+
+
+def _context(trusted_host: str | None, rdma_ports: tuple[str, ...]) -> Any:
+    """ucxx's context, kept to what it may use. Raises ImportError and PipeError."""
+    set_defaults()
+    try:
+        from ucxx._lib.libucxx import UCXContext
+    except ImportError as error:
+        raise ImportError("the ucx pipe needs ucxx: pip install '.[ucx]' in rrl's clone") from error
+    try:
+        told = limits(os.environ, rdma_ports, interfaces(), trusted_host)
+        context = UCXContext({name.removeprefix("UCX_"): value for name, value in told.items()})
+    except Exception as error:  # ValueError, and UCX finds no device, no memory that it may lock ...
+        raise PipeError(f"UCX does not start: {type(error).__name__}: {error}") from error
+    found = resources(context.info)
+    if trusted_host is None and any(one.transport == "tcp" for one in found):
+        raise PipeError("UCX keeps its TCP transport although it was told not to")
+    if trusted_host is None and rdma_ports and not rdma_resources(found, rdma_ports):
+        raise PipeError(f"this UCX has no transport for {', '.join(rdma_ports)} (docs/rdma.md, routes 1 and 2)")
+    return context
+
+
+def _new_tag() -> int:
+    return int.from_bytes(os.urandom(_TAG_BYTES), "little")

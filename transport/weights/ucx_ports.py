@@ -1,13 +1,13 @@
-"""The ports that UCX itself listens at, one for each of this host's addresses, for as long as a process uses it.
+"""The TCP ports that each UCX worker itself listens at, for as long as it lives.
 
-Nobody has to prove anything there: that is why UCX is for networks that only the run's own machines reach
-(docs/sources.md, UCX). Garbage is dropped by UCX; whoever connects and says nothing keeps a descriptor for good. So the
-silent ones are cut off here.
+Nobody has to prove anything there: that is why UCX uses TCP on trusted networks only (docs/sites.md). UCX drops
+garbage; a connection that sends nothing keeps a descriptor for good. Such connections are ended here.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rrl.transport.connections import accepted, received, shut
 
@@ -21,12 +21,12 @@ _LOOK = 1.0
 """s between two looks; one costs 10 us for each descriptor of the process"""
 
 
-async def cut_off_the_silent(ports: frozenset[int]) -> None:
-    """Until cancelled. ``ports``: UCX's own."""
+async def cut_off_the_silent(ports: Callable[[], frozenset[int]]) -> None:
+    """Until cancelled. ``ports``: those at which UCX listens now."""
     seen: dict[tuple[int, int], float] = {}
     while True:
         now = asyncio.get_running_loop().time()
-        silent = [each for each in accepted(ports).items() if _silent(each[0])]
+        silent = [each for each in accepted(ports()).items() if _silent(each[0])]
         seen = {each: seen.get(each, now) for each in silent}  # (a descriptor, whose port it is at) → since when
         oldest_first = sorted(seen, key=lambda each: seen[each])
         surplus = max(0, len(seen) - SILENT)

@@ -398,6 +398,8 @@ def test_metrics_of_a_batch_tell_the_ages_of_its_tokens_and_where_limited_what_w
     assert _told_by(answer.batch, 1) == {**ages, "stale_groups": 0.0, "stale_share": 0.0}
     stale = msgspec.structs.replace(answer.batch, stale=BATCH)
     assert _told_by(stale, 1) == {**ages, "stale_groups": BATCH, "stale_share": BATCH / (3 * BATCH)}
+    assert store.audit().max_age == 0, "step 2 is not committed"
+    commit(store, bind(store, 2))
     assert store.audit().max_age == 1
 
 

@@ -31,7 +31,7 @@ def run(kind: str) -> Generator[Callable[[Coroutine[Any, Any, None]], None]]:
             await test
 
     async def opened() -> Pipe:
-        return open_pipe(kind, SECRET)
+        return open_pipe(kind, SECRET, trusted_network=True)
 
     with asyncio.Runner() as runner:
         keeper = runner.run(opened())

@@ -58,7 +58,7 @@ from rrl.transport.weights.manifest import Describing
 from rrl.transport.weights.pipe import Pipe, open_pipe
 from rrl.transport.weights.store import Held, WeightStore
 from rrl.transport.weights.swarm import PullFailed
-from rrl.transport.weights.ucx import SETTINGS
+from rrl.transport.weights.ucx_settings import SETTINGS
 
 SEEDS = 199
 """contents that differ from each other in every byte but a few"""
@@ -234,12 +234,16 @@ def usage(store: WeightStore) -> Usage:
     )
 
 
+def _pipe(start: Start) -> Pipe:
+    return open_pipe(start.kind, bytes.fromhex(start.secret), host=start.host, trusted_network=True)
+
+
 async def _live(control: socket.socket, born: float) -> None:
     reader, writer = await asyncio.open_connection(sock=control, limit=LINE)
     decoder = msgspec.json.Decoder(Command)
     start = decoder.decode(await reader.readline())
     assert isinstance(start, Start)
-    member = _Member(start, open_pipe(start.kind, bytes.fromhex(start.secret)), writer)
+    member = _Member(start, _pipe(start), writer)
     member.say(Serving(born, await member._pipe.serve(member.store, start.host)))
     while line := await reader.readline():
         await member.do(decoder.decode(line))

@@ -13,7 +13,7 @@ from rrl.tests.transport.weights.source import content
 from rrl.transport.weights.nixl_reads import SLOT_BYTES, Reads
 
 if __name__ == "__main__":
-    reads = Reads()
+    reads = Reads("127.0.0.1")
     reads.hear(True)
     slot = reads.fill(content(SLOT_BYTES))
     print(reads.name.decode(), reads.told()[1].hex(), slot.address, flush=True)

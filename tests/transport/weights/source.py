@@ -37,7 +37,7 @@ async def _main(kind: str, secret: bytes, nbytes: int, chunk_bytes: int, upstrea
     store, flat = WeightStore(), content(nbytes)
     if not upstream:
         store.offer(described(VERSION, flat, secret, chunk_bytes), flat)
-    pipe = open_pipe(kind, secret)
+    pipe = open_pipe(kind, secret, trusted_network=True)
     print(await pipe.serve(store, "127.0.0.1"), flush=True)
     pulling = asyncio.create_task(_pull(store, pipe, upstream)) if upstream else None
     await asyncio.to_thread(sys.stdin.read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from rrl.tests.security import attacks
 from rrl.tests.transport.weights.piping import CHUNK, SECRET, SIZE, SOON, calm, complete, holder, holding, piped, served
 from rrl.tests.transport.weights.source import VERSION, content, described
+from rrl.transport.connections import listening
 from rrl.transport.weights import calls, nixl, nixl_reads
 from rrl.transport.weights import pipe as pipes
 from rrl.transport.weights.nixl import NixlPipe
@@ -42,7 +44,7 @@ def until(what: Callable[[], bool]) -> None:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """Over TCP, as between machines: within one, memory is read without its owner's doing anything."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    made = Reads()
+    made = Reads("127.0.0.1")
     try:
         yield made
     finally:
@@ -228,7 +230,7 @@ READER = """
 import sys, threading
 from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads
 
-reads, (name, told, address) = Reads(), sys.argv[1:]
+reads, (name, told, address) = Reads("127.0.0.1"), sys.argv[1:]
 remote = reads.meet(name.encode(), bytes.fromhex(told))
 
 def land():
@@ -280,7 +282,7 @@ def test_a_buffer_that_was_given_up_is_not_copied_to() -> None:
 
 
 def test_who_cannot_be_reached_holds_up_nobody_else(reads: Reads) -> None:
-    far, near = Reads(), Reads()
+    far, near = Reads("127.0.0.1"), Reads("127.0.0.1")
     try:
         near.hear(True)
         slot = far.fill(content(10))
@@ -304,7 +306,7 @@ def test_who_cannot_be_reached_holds_up_nobody_else(reads: Reads) -> None:
 def test_what_is_told_of_somebody_else_is_refused(reads: Reads) -> None:
     with pytest.raises(PipeError):
         reads.meet(b"0" * 16, b"garbage")
-    other = Reads()
+    other = Reads("127.0.0.1")
     with pytest.raises(PipeError, match="somebody else"):
         reads.meet(b"0" * 16, other.told()[1])
     other.close()
@@ -521,7 +523,31 @@ def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipes.PACKAGES, "nixl", ("no_such_package",))
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
-        pipes.open_pipe("nixl", SECRET)
+        pipes.open_pipe("nixl", SECRET, trusted_network=True)
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
-        nixl_reads.Reads()
-    assert pipes.choose("auto")[0] != "nixl"
+        nixl_reads.Reads("127.0.0.1")
+
+
+def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+
+    def refuse(port: int, silent: bool) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(nixl_reads, "deaf", refuse)
+    before = listening()
+    with pytest.raises(PipeError, match="SO_ATTACH_FILTER: Operation not permitted"):
+        Reads("127.0.0.1")
+    until(lambda: listening() <= before)
+
+
+def test_nixl_on_an_untrusted_network_opens_no_tcp_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,posix,cma,self")
+    before = listening()
+    made = Reads(None)
+    try:
+        assert os.environ["UCX_TLS"] == "posix,cma,self"
+        assert listening() == before
+        assert made.ports == frozenset()
+    finally:
+        made.close()

@@ -16,7 +16,7 @@ from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights import pipe as pipes
 from rrl.transport.weights import swarm
-from rrl.transport.weights.pipe import PipeError, deadline, open_pipe
+from rrl.transport.weights.pipe import Here, PipeError, Untrusted, deadline, open_pipe
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.swarm import pull
 
@@ -77,18 +77,55 @@ def test_a_loop_that_stood_still_itself_gives_the_other_end_its_time_again() -> 
     asyncio.run(test())
 
 
-def test_ucx_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+RDMA = Here(frozenset({"ucx", "nixl"}), ("mlx5_0:1",))
+NO_RDMA = Here(frozenset({"ucx", "nixl"}), ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "trusted", "expected", "over_tcp"),
+    [
+        ("auto", NO_RDMA, False, "tcp", False),
+        ("auto", NO_RDMA, True, "tcp", False),
+        ("auto", RDMA, False, "ucx", False),
+        ("auto", RDMA, True, "ucx", False),
+        ("auto", Here(frozenset({"nixl"}), ("mlx5_0:1",)), False, "tcp", False),
+        ("tcp", RDMA, True, "tcp", False),
+        ("ucx", NO_RDMA, True, "ucx", True),
+        ("ucx", RDMA, False, "ucx", False),
+        ("nixl", RDMA, False, "nixl", False),
+        ("nixl", NO_RDMA, True, "nixl", True),
+    ],
+)
+def test_ucx_uses_tcp_only_by_name_and_on_a_trusted_network(
+    kind: str, here: Here, trusted: bool, expected: str, over_tcp: bool
+) -> None:
+    choice = pipes.choose(kind, here, trusted)
+    assert (choice.kind, choice.over_tcp) == (expected, over_tcp)
+
+
+@pytest.mark.parametrize("kind", ["ucx", "nixl"])
+def test_ucx_without_rdma_on_an_untrusted_network_is_refused(kind: str) -> None:
+    with pytest.raises(Untrusted, match="trusted_network = true"):
+        pipes.choose(kind, NO_RDMA, trusted_network=False)
+    with pytest.raises(Untrusted):
+        open_pipe(kind, SECRET, here=NO_RDMA)
+
+
+def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "ucxx", None)
+    monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
 
     async def test() -> None:
         with pytest.raises(ImportError, match=r"\.\[ucx\]"):
-            open_pipe("ucx", SECRET)
-        assert pipes.choose("auto") == ("tcp", "ucxx is not installed here")
-        pipe = open_pipe("auto", SECRET)
+            open_pipe("ucx", SECRET, trusted_network=True)
+        pipe = open_pipe("auto", SECRET, here=RDMA)
         assert pipe.kind == "tcp"
         await pipe.close()
 
     asyncio.run(test())
+    assert "weights move over tcp, not over mlx5_0:1" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +138,7 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(
     async def test() -> None:
         store, flat = WeightStore(), content(2**20)
         store.offer(described(VERSION, flat, SECRET, 2**16), flat)
-        source, pipe = open_pipe(kind, SECRET), open_pipe(kind, SECRET)
+        source, pipe = open_pipe(kind, SECRET, trusted_network=True), open_pipe(kind, SECRET, trusted_network=True)
         at = await source.serve(store, "127.0.0.1")
         holder = Holder(Life(ReplicaId("trainer/0"), 1), at)
         await pipe.manifest(at, VERSION, 20)
@@ -119,7 +156,7 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(
 
 def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match='"auto", "ucx", "tcp" or "nixl"'):
-        pipes.choose("pigeon")
+        pipes.choose("pigeon", NO_RDMA, trusted_network=False)
 
 
 def test_defaults_leave_room_for_a_retry_within_a_pull() -> None:

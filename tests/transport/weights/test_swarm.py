@@ -33,7 +33,7 @@ NEWER = Version(4, 1)
 @pytest.fixture(autouse=True)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
-    for module, name in ((pipes, "HANDSHAKE_BY"), (tcp, "CONNECT_BY"), (ucx, "CONNECT_BY"), (ucx, "_LET_IN_BY"),
+    for module, name in ((pipes, "HANDSHAKE_BY"), (tcp, "CONNECT_BY"), (ucx, "CONNECT_BY"),
                          (swarm, "FIRST")):  # fmt: skip
         monkeypatch.setattr(module, name, SOON)
 

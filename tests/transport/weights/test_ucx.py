@@ -7,21 +7,29 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 
-from rrl.transport.weights.pipe import open_pipe
-from rrl.transport.weights.ucx import SETTINGS, _runtime
+from rrl.tests.transport.weights.piping import SECRET, complete, holder, holding, piped, served
+from rrl.tests.transport.weights.source import VERSION
+from rrl.transport.connections import listening
+from rrl.transport.weights.pipe import PipeError
+from rrl.transport.weights.store import WeightStore
+from rrl.transport.weights.swarm import pull
+from rrl.transport.weights.ucx import UcxPipe, _Worker
+from rrl.transport.weights.ucx_settings import SETTINGS
 
 SOON = 60.0
 OPEN = """
 import asyncio, os
 from rrl.transport.weights.pipe import open_pipe
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.ucx import SETTINGS
+from rrl.transport.weights.ucx_settings import SETTINGS
 
 async def main():
-    pipe = open_pipe("ucx", b"s" * 32)
+    pipe = open_pipe("ucx", b"s" * 32, trusted_network=True)
     await pipe.serve(WeightStore(), "127.0.0.1")
     print({name: os.environ[name] for name in SETTINGS})
     await pipe.close()
@@ -58,9 +66,80 @@ def test_progress_is_made_in_a_thread_that_wakes_asyncio() -> None:
     """Everything else keeps a core busy (measured)."""
 
     async def test() -> None:
-        pipe = open_pipe("ucx", b"s" * 32)
-        assert _runtime._context.progress_mode == "thread"
-        assert _runtime._context.worker.enable_python_future
+        pipe = UcxPipe(b"s" * 32, "127.0.0.1")
+        assert pipe._own is not None
+        assert pipe._own.core.enable_python_future
+        assert [thread.name for thread in threading.enumerate()].count("UCX notifier") == 1
         await pipe.close()
 
     asyncio.run(test())
+    assert "UCX notifier" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_version_comes_without_tcp_and_no_port_of_ucx_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over RDMA, where TCP is off too: here through shared memory. The environment asks for TCP all the same."""
+    monkeypatch.setenv("UCX_TLS", "tcp,posix,cma,self")
+
+    async def test() -> None:
+        before = listening()
+        source, pipe, mine = UcxPipe(SECRET, None), UcxPipe(SECRET, None), WeightStore()
+        assert listening() == before
+        at = await source.serve(holding(), "127.0.0.1")
+        assert listening() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
+        await pull(mine, VERSION, lambda: [holder(at)], pipe)
+        assert complete(mine)
+        assert len(pipe._workers) == 2, "it did not come over UCX"
+        assert listening() - before == {("127.0.0.1", int(at.rpartition(":")[2]))}
+        await pipe.close()
+        await source.close()
+
+    asyncio.run(test())
+
+
+def test_a_trusted_ucx_listens_at_the_trusted_address_only() -> None:
+    async def test() -> None:
+        before = listening()
+        pipe = UcxPipe(SECRET, "127.0.0.1")
+        opened = listening() - before
+        assert opened
+        assert {address for address, _ in opened} == {"127.0.0.1"}
+        assert pipe.ports() == {port for _, port in opened}
+        await pipe.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("serving", "asking"), [("ucx", "tcp"), ("tcp", "ucx")])
+def test_nodes_with_and_without_ucx_pull_from_each_other(serving: str, asking: str) -> None:
+    async def test() -> None:
+        mine = WeightStore()
+        async with served(serving, holding()) as at, piped(asking) as pipe:
+            await pull(mine, VERSION, lambda: [holder(at)], pipe)
+        assert complete(mine)
+
+    asyncio.run(test())
+
+
+def test_ends_whose_ucx_does_not_reach_the_other_go_on_over_tcp(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        mine = WeightStore()
+        source, pipe = UcxPipe(SECRET, None), UcxPipe(SECRET, "127.0.0.1")
+        try:
+            join = _Worker.join
+
+            def unreachable(self: _Worker, address: bytes) -> Any:
+                if self in pipe._workers:
+                    raise PipeError("ucx: unreachable")
+                return join(self, address)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_Worker, "join", unreachable)
+                at = await source.serve(holding(), "127.0.0.1")
+                await pull(mine, VERSION, lambda: [holder(at)], pipe)
+            assert complete(mine)
+        finally:
+            await pipe.close()
+            await source.close()
+
+    asyncio.run(test())
+    assert "weights from there come over TCP: ucx: unreachable" in caplog.text

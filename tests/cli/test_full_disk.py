@@ -1,0 +1,73 @@
+"""A file system without room: every command that writes says so in one line, and leaves what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from rrl.spec.rundir import RUNS_ENV
+from rrl.spec.words import Outcome
+from rrl.tests.cli.story import Story, job_view
+from rrl.tests.lab.mounts import own_mounts
+from rrl.tests.lab.runs import light_job
+from rrl.tests.manager.jobs import job
+from rrl.transport.keys import RunKeys
+
+DEADLINE_S = 120.0
+"""for one command, which takes some seconds"""
+_IN_A_FULL_FILE_SYSTEM = """
+import os, subprocess, sys
+from pathlib import Path
+from rrl.tests.cli import test_full_disk
+
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)], check=True)
+test_full_disk.write_runs(disk)
+with open(disk / "filler", "wb", buffering=0) as filler:
+    try:
+        while filler.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+os.execv(sys.executable, [sys.executable, "-c", "from rrl.cli.app import main; main()", *sys.argv[2:]])
+"""
+
+
+def write_runs(root: Path) -> None:
+    """One that nobody manages, one that was cancelled."""
+    allowing = structs.replace(job_view(), faults_allowed=True)
+    cancelled = Story("over-1").works().ends(Outcome.CANCELLED, "somebody asked")
+    for made in (Story("mine-1", allowing).works().written(root), cancelled.written(root)):
+        RunKeys.make().save(made.keys)
+        made.view.write_bytes(msgspec.json.encode(job()))
+        made.job_toml.write_text(light_job("local", 40))
+        made.resolved.write_text(json.dumps({"source": "/nowhere/job.toml", "job": {}}))
+
+
+@pytest.mark.skipif(not own_mounts(), reason="this machine lets nobody mount")
+@pytest.mark.parametrize(
+    "command", [["manage", "mine-1"], ["cancel", "mine-1"], ["inject", "mine-1", "kill"], ["submit", "JOB"],
+                ["submit", "JOB", "--foreground"], ["resume", "over-1"]],
+)  # fmt: skip
+def test_a_command_on_a_full_disk_ends_with_one_line(tmp_path: Path, command: list[str]) -> None:
+    disk, job_toml = tmp_path / "disk", tmp_path / "job.toml"
+    disk.mkdir()
+    job_toml.write_text(light_job("local", 40))
+    for source in (Path(__file__).parents[1] / "runs" / "light").glob("*_task.py"):
+        (tmp_path / source.name).write_text(source.read_text())
+    arguments = [str(job_toml) if word == "JOB" else word for word in command]
+    argv = [*own_mounts(), sys.executable, "-c", _IN_A_FULL_FILE_SYSTEM, str(disk), *arguments]
+    env = {**os.environ, RUNS_ENV: str(disk), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode in (1, 2), done.stderr
+    assert "No space left on device" in done.stderr
+    assert done.stderr.startswith("rrl: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,79 @@
+"""What a role writes reaches the terminal as text: no command prints a sequence that a terminal would obey."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrl.cli import app
+from rrl.manager import events as ev
+from rrl.manager.ledger import write_summary
+from rrl.spec.loglines import stamp
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.spec.screen_text import escaped
+from rrl.spec.words import Cause, Evidence, Finding, Outcome, Remedy, Verdict
+from rrl.tests.cli.story import Story
+
+RUN = "small-7"
+HOSTILE = "\x1b]0;owned\x9c\x1b[2J \x9b31m \u202etxt.exe [red]markup[/red]"
+SHOWN = r"\x1b]0;owned\x9c\x1b[2J \x9b31m \u202etxt.exe [red]markup[/red]"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run one of whose rollouts wrote a terminal's commands into its log and into the finding about it."""
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+    story = Story(RUN).works()
+    life = story.life("rollout/0")
+    evidence = (Evidence("stderr", HOSTILE, story.now),)
+    failed = Finding("exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, story.now, evidence, life=life)
+    story.tell(ev.FindingChanged(failed))
+    made = story.written(tmp_path)
+    line = stamp(int(story.now * 1e6)).decode()
+    made.log_file(f"{RUN}.rollout-0.1").write_text(f"{line} {HOSTILE}\n")
+    return made
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status",), ("status", "--json"), ("logs",), ("logs", "--json"), ("logs", "--failed"),
+        ("logs", "--failed", "--json"),
+    ],
+)  # fmt: skip
+def test_a_roles_text_is_escaped_by_every_command_that_shows_it(
+    run: RunDir, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    assert app.run([command[0], RUN, *command[1:]]) == 0
+    out, err = capsys.readouterr()
+    assert [line for line in (out + err).splitlines() if escaped(line) != line] == []
+    if "--json" in command:
+        assert json.dumps(HOSTILE)[1:-1] in out
+    else:
+        assert SHOWN in out
+
+
+@pytest.mark.parametrize("options", [(), ("--failed",)])
+def test_raw_logs_are_as_they_were_written(
+    run: RunDir, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    assert app.run(["logs", RUN, "--raw", *options]) == 0
+    assert HOSTILE in capsys.readouterr().out
+
+
+def test_raw_json_is_refused_in_one_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["logs", RUN, "--raw", "--json"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_summary_file_can_be_shown_by_any_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(RUN).works()
+    story.tell(ev.RunEnded(Outcome.FAILED, HOSTILE))
+    run = story.written(tmp_path)
+    write_summary(run)
+    text = run.summary.read_text()
+    assert [line for line in text.splitlines() if escaped(line) != line] == []
+    assert SHOWN in json.dumps(json.loads(text), ensure_ascii=False).replace("\\\\", "\\")

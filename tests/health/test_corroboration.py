@@ -1,0 +1,103 @@
+"""A node is accused by two users, or by root's own record; never by what one user says, however often."""
+
+from __future__ import annotations
+
+import pytest
+
+from rrl.health.drain_requests import open_requests
+from rrl.health.history import Record, Told
+from rrl.health.rates import DAY
+from rrl.health.report import report
+from rrl.health.report_values import DrainState, NodeReport
+from rrl.spec.words import Cause, Remedy
+from rrl.tests.health.site import (
+    ANNA,
+    BEGAN,
+    BEN,
+    CARL,
+    HOUR,
+    acted,
+    began,
+    failed,
+    found,
+    held,
+    left,
+    mended,
+    over,
+    told,
+)
+
+NOW = BEGAN + 20 * DAY
+NODES = [f"n{i}" for i in range(1, 9)]
+CHECKED = DrainState("IDLE+DRAIN", True, "rrl", "rrl:health: Xid 79", "root", by_check=True)
+
+
+def reports(records: list[Told], **drains: DrainState) -> dict[str, NodeReport]:
+    return {one.node: one for one in report(records, BEGAN, NOW, drains).nodes}
+
+
+def invented(user: str, runs: int) -> list[Told]:
+    """Runs in which every node fails with a proof, is excluded, and its drain asked for, on a day of its own each."""
+    records: list[Told] = []
+    for day in range(runs):
+        for i, node in enumerate(NODES):
+            at, run = day * DAY + i * HOUR, f"r{day}-{i}"
+            records += told(
+                user, run, began(at, run, user), held(at, node), found(at + 5, node, remedy=Remedy.REBOOT),
+                failed(at + 6, node, cause="gpu"), acted(at + 7, node, "excluded"), acted(at + 8, node, "asked"),
+                mended(at + 60, "rollout/0", node, at + 6, 0.1), left(at + 120, node), over(at + 130),
+            )  # fmt: skip
+    return records
+
+
+def test_fifteen_invented_runs_of_one_user_accuse_no_node() -> None:
+    for node in reports(invented("eve", 15)).values():
+        assert (node.verdict, node.remedy, node.scontrol, node.accused) == ("WARN", "none", "", False)
+        assert not node.lemon.lemon
+        assert node.lemon.score <= 0.5
+        assert node.witnesses == ["eve"]
+        assert "records of eve" in node.action
+    assert not any(one.accused for one in open_requests(invented("eve", 15)))
+
+
+def test_the_same_evidence_of_two_users_accuses() -> None:
+    both = invented(ANNA, 3) + invented(BEN, 3)
+    for node in reports(both).values():
+        assert (node.verdict, node.remedy, node.accused) == ("FAIL", "reboot", True)
+        assert node.lemon.lemon
+        assert node.scontrol.startswith(f"scontrol update nodename={node.node} state=drain")
+        assert node.witnesses == [ANNA, BEN]
+    assert all(one.accused for one in open_requests(both))
+
+
+@pytest.mark.parametrize("honest", ["crash", "other cause", "taken back", "exclusion"])
+def test_what_an_honest_user_met_for_another_reason_confirms_no_invention(honest: str) -> None:
+    at = 2 * DAY
+    those: dict[str, list[Record]] = {
+        "crash": [failed(at, "n1")],  # which eve's findings make infrastructure's: it is her word all the same
+        "other cause": [found(at, "n1", cause=Cause.FABRIC, detector="port_state")],
+        "taken back": [found(at, "n1"), found(at + 5, "n1", verdict=found(0, "n1").verdict.OK)],
+        "exclusion": [acted(at, "n1", "excluded")],
+    }
+    records = told(CARL, "c", began(0, "c", CARL), held(0, "n1"), those[honest], over(at + 60)) + invented("eve", 15)
+    node = reports(records)["n1"]
+    assert node.verdict == "WARN"
+    assert not node.lemon.lemon
+    assert not node.accused
+
+
+@pytest.mark.parametrize("proof", [True, False])
+def test_one_user_with_a_proof_that_the_sites_own_check_repeats_accuses(proof: bool) -> None:
+    records = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1"), found(19 * DAY, "n1", proof=proof))
+    assert reports(records)["n1"].verdict == "WARN"
+    assert reports(records, n1=CHECKED)["n1"].verdict == ("FAIL" if proof else "WARN")
+
+
+def test_roots_record_accuses_by_itself_and_confirms_that_of_one_user() -> None:
+    records = told("root", "r", began(0, "r", "root"), held(0, "n1"), found(19 * DAY, "n1"), trusted=True)
+    assert reports(records)["n1"].verdict == "FAIL"
+    weeks = [found(day * DAY, "n1", count=day) for day in range(1, 19)]
+    fails = [failed(day * DAY + 5, "n1") for day in range(1, 19)]
+    alone = told(ANNA, "s", began(0, "s", ANNA), held(0, "n1"), weeks, fails)
+    assert not reports(alone)["n1"].lemon.lemon
+    assert reports(alone + records)["n1"].lemon.lemon

@@ -1,0 +1,85 @@
+"""Records that contradict the clock, their run or the hardware are left out; honest ones are not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rrl.health.history import Failed, Record, Told
+from rrl.health.plausibility import CLOCK_SKEW_S, MAX_USER_RECORDS_OF_KIND, plausible
+from rrl.health.rates import DAY
+from rrl.tests.health.site import ANNA, BEGAN, BEN, HOUR, began, failed, found, held, left, mended, over, told, week
+
+NOW = BEGAN + 7 * DAY
+HONEST = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1"), failed(6, "n1"), mended(HOUR, "rollout/0", "n1", 6, 7.9),
+          left(DAY, "n1"), over(DAY + 5)]  # fmt: skip
+
+
+def test_honest_records_are_all_kept() -> None:
+    records = [*told(ANNA, "r", HONEST), *week()]
+    assert plausible(records, NOW, {}) == (records, ())
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (found(7 * DAY + 2 * CLOCK_SKEW_S, "n1"), "in the future"),
+        (msgspec.structs.replace(found(9, "n1"), evidence=found(8 * DAY, "n1").evidence), "in the future"),
+        (found(-BEGAN + 5, "n1"), "before 2020"),
+        (found(-DAY, "n1"), "before their run began"),
+        (mended(HOUR, "rollout/0", "n1", 3 * HOUR, 1.0), "with an end before its beginning"),
+        (mended(HOUR, "rollout/0", "n1", 0, 17.0), "with more GPU-hours than the run's nodes could give"),
+    ],
+)
+def test_a_record_that_cannot_be_true_is_left_out_with_its_reason(record: Record, reason: str) -> None:
+    records = told(ANNA, "r", HONEST)
+    kept, left_out = plausible([*records, *told(ANNA, "r", record)], NOW, {})
+    assert kept == records
+    assert left_out == (f"{ANNA}: 1 record {reason}",)
+
+
+def test_gpu_hours_are_measured_by_the_gpus_that_slurm_knows() -> None:
+    records = told(ANNA, "r", began(0, "r", ANNA), held(0, "n1", gpus=4), mended(HOUR, "rollout/0", "n1", 0, 7.0))
+    assert plausible(records, NOW, {"n1": 8})[1] == ()
+    (left_out,) = plausible(records, NOW, {"n1": 4})[1]
+    assert left_out.endswith("with more GPU-hours than the run's nodes could give")
+
+
+def runs_at_once(user: str, count: int, *, gpus: int = 8, apart: float = 0.0) -> list[Told]:
+    records: list[Told] = []
+    for i in range(count):
+        at = i * apart
+        records += told(user, f"r{i}", began(at, f"r{i}", user), held(at, "n1", gpus=gpus), found(at + 5, "n1"),
+                        left(at + DAY, "n1"), over(at + DAY + 5))  # fmt: skip
+    return records
+
+
+def test_a_user_who_claims_more_gpus_than_a_node_has_is_not_believed_about_it() -> None:
+    claims, honest = runs_at_once(ANNA, 15), runs_at_once(BEN, 1)
+    kept, left_out = plausible([*claims, *honest], NOW, {"n1": 8})
+    assert {(one.user, getattr(one.record, "node", "")) for one in kept} == {(ANNA, ""), (BEN, ""), (BEN, "n1")}
+    assert left_out == (
+        f"{ANNA}: 45 records about nodes of which the user claims more GPUs at once than there are",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [{"count": 2, "gpus": 4}, {"count": 5, "apart": DAY - 60.0}])
+def test_runs_that_share_a_node_or_follow_each_other_claim_no_more_than_it_has(how: dict[str, float]) -> None:
+    records = runs_at_once(ANNA, **how)  # type: ignore[arg-type]
+    assert plausible(records, NOW, {"n1": 8})[1] == ()
+
+
+def test_only_the_newest_failures_of_a_user_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MAX_USER_RECORDS_OF_KIND, type(failed(0, "n1")), 10)
+    many = told(ANNA, "r", began(0, "r", ANNA), [failed(i * 60.0, "n1", f"rollout/0#{i}") for i in range(30)])
+    kept, left_out = plausible([*many, *told(BEN, "s", failed(5, "n1"))], NOW, {})
+    kept_lives = [one.record.who for one in kept if one.user == ANNA and isinstance(one.record, Failed)]
+    assert kept_lives == [f"rollout/0#{i}" for i in range(20, 30)]
+    assert sum(one.user == BEN for one in kept) == 1
+    assert left_out == (f"{ANNA}: 20 records of more than are read of one user: only the newest count",)
+
+
+def test_a_finding_that_is_repeated_counts_once_against_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MAX_USER_RECORDS_OF_KIND, type(found(0, "n1")), 2)
+    again = told(ANNA, "r", began(0, "r", ANNA), [found(i * 600.0, "n1", count=i + 1) for i in range(50)])
+    assert plausible(again, NOW, {}) == (again, ())

@@ -1,0 +1,141 @@
+"""The ports of a run with the default weight plane, attacked by another plain user of the machine.
+
+The owner is a plain user too: packet filters that only root may attach protect nobody here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrl.spec.rundir import RUNS_ENV
+from rrl.spec.words import ReplicaId
+from rrl.tests.lab.plain_user import PlainUser
+from rrl.tests.lab.runs import RRL, TestRun, all_work, light_job, lives, submitted, write_job
+from rrl.tests.security.assault import BACK_WITHIN
+from rrl.tests.security.attacks import Footprint, barrage, ports_of
+from rrl.transport.keys import RunKeys
+
+GARBAGE = 1500
+"""connections at each port, each with something that no member would send"""
+WITHIN_S = 300.0
+LOOPBACK = "127.0.0.1"
+UCX_LIBRARIES = ("libucp", "libuct", "libucxx")
+
+
+@pytest.fixture(scope="module")
+def run(owner: PlainUser) -> Iterator[TestRun]:
+    """A run of the owner that says nothing about ``[transport]``, once everybody works."""
+    toml = light_job("local", 100_000).replace('[transport]\nweights = "tcp"\n', "")
+    assert "[transport]" not in toml
+
+    def call(*argv: str, **_: object) -> subprocess.Popen[str]:
+        return owner.popen(RRL, *argv, **{RUNS_ENV: str(owner.home / "runs")})
+
+    run = submitted(write_job(owner.home, toml), owner.home / "runs", call)
+    run.wait_steps(3)
+    yield run
+    process = call("cancel", run.run.id)
+    assert process.wait(60) == 0, process.communicate()
+    run.wait_end()
+    run.wait_gone()
+
+
+def workers(run: TestRun) -> dict[str, int]:
+    """Trainer and rollouts, and the pid of each."""
+    state = run.state()
+    return {
+        str(replica.id): replica.pid
+        for replica in state.replicas.values()
+        if replica.role in ("trainer", "rollout") and replica.believed and replica.pid is not None
+    }
+
+
+def listening_ports(owner: PlainUser) -> set[tuple[str, int]]:
+    """Of all processes of the owner, as any user of the machine sees them."""
+    found = set()
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(name).read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, uid, *_ = line.split()
+            if state == "0A" and int(uid) == owner.uid:
+                address, port = local.split(":")
+                ip = socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8 else address
+                found.add((ip, int(port, 16)))
+    return found
+
+
+def test_a_default_run_listens_on_loopback_and_loads_no_ucx(run: TestRun, owner: PlainUser) -> None:
+    assert {address for address, _ in listening_ports(owner)} == {LOOPBACK}
+    state = run.state()
+    for name, pid in workers(run).items():
+        serves = state.replica(ReplicaId(name)).serves
+        assert serves is not None
+        assert [f"tcp://{address}:{port}" for address, port in ports_of(pid)] == [serves], name
+    for pid in run.processes():
+        loaded = Path(f"/proc/{pid}/maps").read_text()
+        assert not any(library in loaded for library in UCX_LIBRARIES), pid
+
+
+def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]]:
+    """What the attack of :mod:`rrl.tests.security.ucx_attack` reached at each port."""
+    if importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed")
+    attack = attacker.popen(sys.executable, "-m", "rrl.tests.security.ucx_attack", LOOPBACK, *map(str, ports))
+    out, err = attack.communicate(timeout=WITHIN_S)
+    assert attack.returncode == 0, err
+    return {int(port): ways for port, ways in json.loads(out).items()}
+
+
+def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser, attacker: PlainUser) -> None:
+    """Without this, the next test could pass because the attack does nothing."""
+    keys = owner.home / "victims_keys.json"
+    owner.call(lambda: RunKeys.make().save(keys), WITHIN_S)
+    victim = owner.popen(sys.executable, "-m", "rrl.tests.security.victim", "ucx", str(keys))
+    assert victim.stdout is not None
+    try:
+        serves = victim.stdout.readline().strip()
+        ports = [port for address, port in ports_of(victim.pid) if address == LOOPBACK]
+        assert len(ports) == len(ports_of(victim.pid)) == 2
+        reached = reached_by_ucx(attacker, ports)
+    finally:
+        victim.communicate("", timeout=WITHIN_S)
+    door = int(serves.rpartition(":")[2])
+    assert reached.pop(door) == []
+    assert list(reached.values()) == [["interface port"]]
+
+
+def test_ucx_of_another_user_reaches_nothing_at_any_port_of_a_run(
+    run: TestRun, owner: PlainUser, attacker: PlainUser
+) -> None:
+    before, began = lives(run.wait(all_work)), run.state().step
+    ports = sorted(port for _, port in listening_ports(owner))
+    assert reached_by_ucx(attacker, ports) == {port: [] for port in ports}
+    assert lives(run.wait(lambda state: state.step > began + 2)) == before
+
+
+def test_garbage_of_another_user_leaves_no_descriptor_open_in_a_run(
+    run: TestRun, owner: PlainUser, attacker: PlainUser
+) -> None:
+    before, began = lives(run.wait(all_work)), run.state().step
+    ports = sorted(listening_ports(owner))
+    listeners = {pid: Footprint.of(pid).descriptors for pid in run.processes() if ports_of(pid)}
+    assert len(listeners) >= len(workers(run)) + 2  # the manager and the store, too
+
+    def attack() -> None:
+        for port in ports:
+            assert barrage(port, GARBAGE, port[1]) > 0.9 * GARBAGE, port
+
+    attacker.call(attack, WITHIN_S)
+    deadline = time.monotonic() + BACK_WITHIN
+    while kept := {pid: most for pid, most in listeners.items() if Footprint.of(pid).descriptors > most}:
+        assert time.monotonic() < deadline, f"descriptors are kept by pid (which had so many before): {kept}"
+        time.sleep(0.2)
+    assert lives(run.wait(lambda state: state.step > began + 2)) == before
