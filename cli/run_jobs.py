@@ -60,19 +60,24 @@ def liveness(run: RunDir, state: State) -> Liveness:
     stale = stale_lease(run, state)
     if not stale:
         return Liveness()
-    return judge(state, stale, ask_slurm(owner_of(run)) if state.job.cluster == "slurm" else None)
+    if state.job.cluster != "slurm":
+        return judge(state, stale, None)
+    slurm = ask_slurm(owner_of(run))
+    if _manager_runs(state, slurm):  # it has just begun, or the clocks differ: one look cannot tell
+        return Liveness()
+    return judge(state, stale, slurm)
 
 
 def stale_lease(run: RunDir, state: State) -> str:
     """Why no manager of this run seems to live; empty while one may. Raises Failed where the lease cannot be read."""
     from rrl.manager.lease import holder, renewed_at
 
+    if state.outcome is not None:
+        return ""
     try:
         held, renewed = holder(run), renewed_at(run)
     except OSError as error:
         raise Failed(f"{run.epochs}: {error.strerror}") from None
-    if state.outcome is not None:
-        return ""
     if held is None:
         return "none is running"
     if held.host == socket.gethostname() and not os.path.exists(f"/proc/{held.pid}"):
@@ -126,7 +131,7 @@ def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
     roles = "the roles go on" if holds_nodes else "no nodes are held"
     if not managers:
         return Liveness(f"{stale}; {roles}. Start one: {manage}")
-    return Liveness(f"{stale}; {roles}", _told_of(managers), "" if holds_nodes else INTERRUPTED)
+    return Liveness(f"{stale}; {roles}", _told_of(managers))
 
 
 def _is_of(job: Job, run_id: str) -> bool:
@@ -138,6 +143,12 @@ def _brings_a_manager(job: Job, state: State) -> bool:
     from rrl.manager.own_job import starting
 
     return job.name == starting(state.run, state.job)
+
+
+def _manager_runs(state: State, slurm: SlurmJobs) -> bool:
+    from rrl.manager.cluster import AllocationState
+
+    return any(job.state is AllocationState.RUNNING and _brings_a_manager(job, state) for job in slurm.jobs)
 
 
 def _told_of(managers: Sequence[Job]) -> str:

@@ -92,7 +92,8 @@ def test_a_manager_that_waits_in_the_queue_is_named_with_slurms_reason() -> None
     found = judge(Story(RUN).works().told(), GONE, SlurmJobs((job("pool"), waiting)))
     assert found.advice == "the next manager waits in Slurm's queue: job 12 (PENDING: Priority)"
     assert found.standing == ""
-    assert judge(Story(RUN).works().told(), GONE, SlurmJobs((waiting,))).standing == INTERRUPTED
+    alone = judge(Story(RUN).works().told(), GONE, SlurmJobs((waiting,)))
+    assert (alone.note, alone.standing) == (f"{GONE}; no nodes are held", ""), "it is about to take over"
 
 
 def test_where_slurm_cannot_be_asked_the_standing_is_unknown() -> None:
