@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from rich.live import Live
 
 from rrl.cli.asking import Failed, Reader, job_of
+from rrl.cli.run_jobs import INTERRUPTED, SQUEUE_EVERY_S, Liveness, SlurmJobs, ask_slurm, judge, owner_of
 from rrl.cli.screen import Escaped, console, print_line
 from rrl.cli.start_check import NeverBegan, StartCheck
 from rrl.cli.status import manager_gone, picture, waiting
@@ -58,6 +59,9 @@ class _Watcher:
         """why no manager will ever begin the run"""
         self._held: Holder | None = None
         self._moved = time.monotonic()
+        self._slurm: SlurmJobs | None = None
+        """the last answer of Slurm, since the lease stands still"""
+        self._asked_at = 0.0
 
     def look(self) -> bool:
         """True once the run has ended and its summary is there."""
@@ -70,11 +74,13 @@ class _Watcher:
         if self._insist and self.start_failure:
             raise NeverBegan(f"{self.run.id} is rejected: {self.start_failure}")
         if held != self._held:
-            self._held, self._moved = held, time.monotonic()
+            self._held, self._moved, self._slurm = held, time.monotonic(), None
         if self.state is not None and self.state.outcome is not None:
             return self.run.summary.exists() or time.monotonic() - self._moved > SUMMARY_WITHIN
         if self._insist and self.silent_for and (gone := manager_gone(self.run)) and not _in_slurm(self.run):
             raise Failed(f"the manager of {self.run.id} is gone (its output: {self.run.submit}): {gone}")
+        if self._insist and (found := self.found).standing == INTERRUPTED:
+            raise Failed(f"{self.run.id} is interrupted: {found}")
         return False
 
     @property
@@ -85,10 +91,15 @@ class _Watcher:
         return silent if silent > patience else 0.0
 
     @property
-    def note(self) -> str:
-        if not self.silent_for or (self.state is not None and self.state.outcome is not None):
-            return ""
-        return f"silent for {self.silent_for:.0f} s; the roles go on. Start another: rrl manage {self.run.id}"
+    def found(self) -> Liveness:
+        """What is to be said of a manager whose lease stands still. Slurm is asked now and then only."""
+        if not self.silent_for or self.state is None or self.state.outcome is not None:
+            return Liveness()
+        if self.state.job.cluster == "slurm":
+            now = time.monotonic()
+            if self._slurm is None or now - self._asked_at >= SQUEUE_EVERY_S:
+                self._slurm, self._asked_at = ask_slurm(owner_of(self.run)), now
+        return judge(self.state, f"silent for {self.silent_for:.0f} s", self._slurm)
 
 
 def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
@@ -99,7 +110,7 @@ def _draw(watcher: _Watcher, stop: threading.Event, keys: bool) -> None:
             if watcher.state is None:
                 live.update(f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", refresh=True)
             else:
-                live.update(Escaped(picture(watcher.run, watcher.state, screen.width, watcher.note)), refresh=True)
+                live.update(Escaped(picture(watcher.run, watcher.state, screen.width, watcher.found)), refresh=True)
             if over or stop.is_set() or pressed(PAUSE) == "q":
                 return
 
@@ -112,7 +123,9 @@ def _tell(watcher: _Watcher, stop: threading.Event) -> None:
         if watcher.state is None:
             line, about = f"{watcher.run.id}: {waiting(watcher.run, watcher.start_failure)}", ""
         else:
-            line, about = one_line(watcher.state, bool(watcher.note)), f"{_lives(watcher.state)} {bool(watcher.note)}"
+            found = watcher.found
+            line = one_line(watcher.state, bool(found.note), found.standing)
+            about = f"{_lives(watcher.state)} {bool(found.note)} {found.standing}"
         due = time.monotonic() - told_at >= LINE_EVERY
         if line != told and (over or due or about != told_about):
             print_line(line)

@@ -6,14 +6,17 @@ import time
 from typing import Any
 
 from rrl.cli.asking import BadInput, Failed, all_runs, job_of, read
+from rrl.cli.run_jobs import SlurmJobs, ask_slurm, judge, owner_of, stale_lease
 from rrl.cli.screen import print_json, show
 from rrl.cli.views.runs import runs_view
 from rrl.cli.views.status import standing
+from rrl.manager.state import State
 from rrl.spec.rundir import RunDir, runs_root
 
 
 def list_runs(*, json: bool) -> int:
-    rows = [_row(run) for run in all_runs()]
+    slurm: dict[int, SlurmJobs] = {}
+    rows = [_row(run, slurm) for run in all_runs()]
     if json:
         print_json(rows)
     elif rows:
@@ -23,8 +26,9 @@ def list_runs(*, json: bool) -> int:
     return 0
 
 
-def _row(run: RunDir) -> dict[str, Any]:
-    """One run as plain values; a run that cannot be read says so instead of hiding the others."""
+def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
+    """One run as plain values; a run that cannot be read says so instead of hiding the others. ``slurm``: what Slurm
+    said of each user's jobs, asked once for all runs and only where a lease stands still."""
     job = job_of(run)
     row: dict[str, Any] = {
         "run": run.id, "name": job.name if job else "", "outcome": None, "standing": "submitted", "step": 0,
@@ -37,8 +41,22 @@ def _row(run: RunDir) -> dict[str, Any]:
         return row | {"standing": f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"}
     if state is None:
         return row
+    stands = _stands(run, state, slurm) or standing(state)[0]
     return row | {
-        "outcome": state.outcome, "standing": standing(state)[0], "step": state.step, "steps": state.job.steps,
+        "outcome": state.outcome, "standing": stands, "step": state.step, "steps": state.job.steps,
         "reward": state.rewards.latest, "recoveries": state.recoveries,
         "started": state.started, "ended": state.ended,
     }  # fmt: skip
+
+
+def _stands(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> str:
+    """Where the run stands, where more is known of it than its journal says."""
+    try:
+        if state.job.cluster != "slurm" or not (stale := stale_lease(run, state)):
+            return ""
+        owner = owner_of(run)
+    except Failed:
+        return ""
+    if owner not in slurm:
+        slurm[owner] = ask_slurm(owner)
+    return judge(state, stale, slurm[owner]).standing

@@ -6,13 +6,16 @@ import os
 import socket
 import sys
 import time
+from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 
 from rrl.cli.asking import Failed, Reader, find_run, job_of, summary_of
+from rrl.cli.run_jobs import Liveness, liveness
 from rrl.cli.screen import console, print_json, print_line, show
 from rrl.cli.start_check import StartCheck
-from rrl.cli.views.status import status_view
+from rrl.cli.views.status import standing, status_view
 from rrl.cli.views.summary import recoveries_view
 from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
@@ -38,20 +41,35 @@ def status(name: str | None, *, live: bool, json: bool) -> int:
     if state is not None and failure:
         print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
     if state is not None and json:
-        print_json(state)
+        print_json(_as_json(run, state))
     elif json:
         outcome = Outcome.REJECTED if failure else None
         print_json({"run": run.id, "outcome": outcome, "why": waiting(run, failure)})
     elif state is None:
         print_line(f"{run.id}: {waiting(run, failure)}")
     else:
-        show(picture(run, state, console().width, "" if state.outcome else manager_gone(run) or storage_trouble(run)))
+        show(picture(run, state, console().width, _looked_after(run, state)))
     return 0
 
 
-def picture(run: RunDir, state: State, width: int, note: str = "") -> RenderableType:
+def _looked_after(run: RunDir, state: State) -> Liveness:
+    if state.outcome is not None:
+        return Liveness()
+    found = liveness(run, state)
+    return found if found.note else Liveness(storage_trouble(run))
+
+
+def _as_json(run: RunDir, state: State) -> dict[str, Any]:
+    """The state, and where the run stands by its journal and by what is known of its manager and its jobs."""
+    found = _looked_after(run, state)
+    stands = {"standing": found.standing or standing(state)[0], "note": str(found)}
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
+    return decoded | stands
+
+
+def picture(run: RunDir, state: State, width: int, found: Liveness = Liveness()) -> RenderableType:
     """The status view, and what the summary adds once the run has ended."""
-    view = status_view(state, time.time(), width, note)
+    view = status_view(state, time.time(), width, (found.note, found.advice), found.standing)
     summary = summary_of(run) if state.outcome is not None else None
     if summary is None or not (recoveries := summary.get("recoveries")):
         return view

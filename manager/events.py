@@ -52,6 +52,8 @@ class Done(Struct, frozen=True, tag=True):
     detail: str = ""
     unheard: bool = False
     """not done because it never reached the cluster, as far as anybody can tell: its manager died, or the network"""
+    not_held: bool = False
+    """a launch that was not done because the cluster did not list its allocation as running"""
 
 
 class Decided(Struct, frozen=True, tag=True):

@@ -26,7 +26,8 @@ from rrl.spec.launch import ENDED_AT_ONCE, EXITED, NOT_STARTED
 from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
 
 RETURN_PAUSE = 10.0
-"""s before a give-back or a stop that the cluster refused is asked for again"""
+"""s before a give-back or a stop that the cluster refused is asked for again, and before the next launch into an
+allocation that it did not list as running"""
 LONGEST_PAUSE = 60.0
 """s that the pause before a restart doubles up to: ten restarts take four minutes, a short outage does not"""
 
@@ -63,6 +64,8 @@ def not_launched(state: State, at: float, action: Launch, event: ev.Done) -> Sta
         state = _lingers(state, at, id)
     if event.unheard:  # nobody's failure but the manager's: it is made up for where it was meant to be
         return with_replica(state, id, status=Status.WANTED, since=at, prefer=action.node)
+    if event.not_held:  # the looks that follow say what has become of the allocation; until then nobody has failed
+        return with_replica(state, id, status=Status.WANTED, since=at, prefer=action.node, not_before=at + RETURN_PAUSE)
     spoiled = event.detail.startswith((NEVER_APPEARED, ENDED_AT_ONCE)) or NOT_STARTED in event.detail
     state = _unstarted(state, id) if spoiled else state
     state = failed(state, at, id, Status.WANTED, event.detail, refused=True)

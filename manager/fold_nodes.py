@@ -9,9 +9,10 @@ from msgspec.structs import replace
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Outside
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
+from rrl.manager.fold_lives import with_replica
 from rrl.manager.state import Allocation, Node, Refusal, State
 from rrl.spec.jobview import Resources
-from rrl.spec.words import NodeName
+from rrl.spec.words import AGENT, SHADOW, NodeName
 
 REMEMBERED = 3600.0
 """s for which it counts that somebody cancelled all that the run had: who does so again within an hour means it"""
@@ -87,6 +88,7 @@ def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> 
     if held.stray:
         return replace(state, allocations={**state.allocations, event.tag: held})
     nodes = left(state.nodes, event.tag, event.seen.nodes)
+    state = _helpers_anew(state, at, {name for name in event.seen.nodes if not _is_in(nodes, name, event.tag)})
     for name in event.seen.nodes:
         node = nodes.get(name) or Node(name, event.tag)
         if node.allocation != event.tag:
@@ -98,6 +100,21 @@ def allocation_changed(state: State, at: float, event: ev.AllocationChanged) -> 
     return replace(
         state, allocations={**state.allocations, event.tag: held}, nodes=nodes, running_since=began, lingering=lingering
     )
+
+
+def _is_in(nodes: dict[NodeName, Node], name: NodeName, tag: str) -> bool:
+    """Whether a node is known as one of this allocation."""
+    return name in nodes and nodes[name].allocation == tag
+
+
+def _helpers_anew(state: State, at: float, entered: set[NodeName]) -> State:
+    """Forget how the agents and shadows of these nodes ended in an earlier allocation: that it was cancelled or ran out
+    of time says nothing about what the nodes can do now, and until their agents report the run must not take the nodes
+    for useless and ask for others."""
+    for held in state.replicas.values():
+        if held.role in (AGENT, SHADOW) and held.node in entered and held.failures:
+            state = with_replica(state, held.id, failures=(), not_before=at)
+    return state
 
 
 def _stillborn(state: State, at: float, held: Allocation) -> bool:

@@ -93,7 +93,7 @@ class Ear:
         if self._state().verdict is not None:
             newest = self._state().replica(message.life.replica).life == message.life
             if newest and isinstance(message, msg.Committed):  # a resumed run goes on from there
-                self._record(ev.StepCommitted(message.life, message.step, message.metrics))
+                self._committed(message)
             return  # the run is ending: its step was asked to stop, and lets it finish what is in hand
         if became(self._state(), message.life) is not None:
             if isinstance(message, msg.Hello):  # it has not heard what it is
@@ -268,9 +268,12 @@ class Ear:
             self._record(ev.PhaseEntered(life, message.phase))
         if message.holds is not None and message.holds != replica.holds:
             self._record(ev.VersionHeld(life, message.holds))
-        if message.committed is not None and message.committed > state.step:
-            self._record(ev.StepCommitted(life, message.committed))
         await self._send(incoming.peer, self._welcome(life), None)
+
+    def _committed(self, message: msg.Committed) -> None:
+        """Record a commit once: a trainer that reconnects may report what an earlier manager has recorded."""
+        if message.step > self._state().step:
+            self._record(ev.StepCommitted(message.life, message.step, message.metrics))
 
     def _may_go(self, life: Life) -> bool:
         """Nothing of the run waits for it: a role of the user's own that is done when it says so."""
@@ -292,7 +295,7 @@ class Ear:
         elif isinstance(message, msg.Holds):
             self._record(ev.VersionHeld(life, message.version))
         elif isinstance(message, msg.Committed):
-            self._record(ev.StepCommitted(life, message.step, message.metrics))
+            self._committed(message)
         elif isinstance(message, msg.Goodbye):
             self._left.add(life)
             watch.goodbye(life, now)

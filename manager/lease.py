@@ -126,6 +126,13 @@ def holder(run: RunDir) -> Holder | None:
     return None if held is None or held.counter == RELEASED else held
 
 
+def renewed_at(run: RunDir) -> float:
+    """When the newest epoch's file was last written (s since the epoch, by the clock of the storage); -inf before the
+    first manager. Raises OSError."""
+    newest = _newest(run)
+    return _file(run, newest).stat().st_mtime if newest else -math.inf
+
+
 def _file(run: RunDir, epoch: int) -> Path:
     return run.epochs / f"{epoch:06}"
 

@@ -10,7 +10,7 @@ from rrl.health.sightings import Watch
 from rrl.manager.actions import Launch
 from rrl.manager.cluster import AllocationSeen, AllocationState, Cluster, NodeSeen, NodeState, Observed
 from rrl.manager.events import Event
-from rrl.manager.settle import Misses, hungry, settle
+from rrl.manager.settle import Misses, hungry, settle, undecided
 from rrl.manager.state import State
 from rrl.spec.words import NodeName
 
@@ -68,7 +68,8 @@ class Eye:
         if self._unanswered:  # who is away is not called back by asking more often
             await asyncio.sleep(min(HUNGRY * 2.0 ** min(self._unanswered - 1, 30), max(HUNGRY, limits.poll)))
             return
-        wait = HUNGRY if hungry(self._state(), self._now()) else limits.poll
+        soon = hungry(self._state(), self._now()) or undecided(self._state(), observed)
+        wait = HUNGRY if soon else limits.poll
         try:
             async with asyncio.timeout(wait):
                 await self._soon.wait()

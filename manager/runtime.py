@@ -58,7 +58,7 @@ from rrl.manager.planner import plan
 from rrl.manager.planner.ending import said_at_the_end
 from rrl.manager.planner.wiring import Wiring, wire
 from rrl.manager.saying import say
-from rrl.manager.state import State
+from rrl.manager.state import State, workers
 from rrl.manager.suspicion import Suspicion
 from rrl.manager.tokens import Tokens
 from rrl.spec.jobview import JobView
@@ -247,8 +247,11 @@ class Manager:
         if now - self._turned > self.state.job.limits.silence / 2:
             self._watch.restart(now)
         self._turned = now
-        held = {name for name, node in self.state.nodes.items() if node.allocation}
-        for node in {*self._watch.nodes, *self._ear.findings.nodes} - held:
+        kept = {name for name, node in self.state.nodes.items() if node.allocation}
+        # What was found on a node that has left stands until the lives that were there are fenced: from it they are
+        # judged, and the time of their outage is counted.
+        kept |= {one.node for one in workers(self.state) if one.believed and one.node is not None}
+        for node in {*self._watch.nodes, *self._ear.findings.nodes} - kept:
             self._is_over(node)
 
     def _forget_node(self, node: NodeName) -> None:
@@ -338,7 +341,8 @@ class Manager:
     def _welcome(self, life: Life) -> msg.Welcome:
         role = role_of(life.replica)
         rank, world = (0, 1) if role == SHADOW else (rank_of(life.replica), self.state.job.role(role).ranks)
-        return msg.Welcome(life, wire(self.state).message(self.state.epoch, self._sent), rank, world)
+        peers = wire(self.state).message(self.state.epoch, self._sent)
+        return msg.Welcome(life, peers, rank, world, self.state.step)
 
     async def _flush(self) -> bool:
         """Make everything recorded durable. False when the run directory cannot be written: then nothing is done."""

@@ -1,9 +1,10 @@
 """What one look at the cluster says about open intents and known allocations. Pure.
 
 An intent that was never answered is settled by its tag: listed = done; not listed for a quiet period after it was
-intended = certainly not done (a timed-out sbatch can land later, so the period is long). A squeue can omit a job once,
-and a site's cache can answer with what was a minute ago: whatever counts as gone, as never there or as queued again
-must be so in two looks, and for as long as an answer may be old.
+intended = certainly not done (a timed-out sbatch can land later, so the period is long; a launch whose srun has ended
+cannot, and is not waited for). A squeue can omit a job once, and a site's cache can answer with what was a minute ago:
+whatever counts as gone, as never there or as queued again must be so in two looks, and for as long as an answer may be
+old.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
         for tag, intent in state.intents.items():
             if not isinstance(intent.action, Launch) or tag in busy:
                 continue
-            due = now - intent.at > state.job.limits.quiet
+            due = now - intent.at > state.job.limits.quiet or tag in observed.launchers_ended
             if misses.gone(tag, tag in observed.steps or not due):
                 unheard = intent.at < max(state.managed_since, misses.away)  # who meant to launch it died, or Slurm did
                 events.append(Done(tag, False, NEVER_APPEARED, unheard))
@@ -148,6 +149,11 @@ def _requests(
         elif now - intent.at > state.job.limits.quiet and misses.gone(tag, False):
             events.append(Done(tag, False, "never appeared in the queue", unheard=True))
     return events
+
+
+def undecided(state: State, observed: Observed) -> bool:
+    """A launch whose command has ended is open: one more look decides what became of it."""
+    return any(tag in state.intents for tag in observed.launchers_ended)
 
 
 def hungry(state: State, now: float) -> bool:

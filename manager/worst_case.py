@@ -6,6 +6,7 @@ import math
 
 from msgspec import Struct
 
+from rrl.manager.planner.brakes import exclusions_allowed
 from rrl.spec.jobview import JobView, Part, RoleView
 
 HOUR = 3600.0
@@ -31,7 +32,7 @@ def worst_case(view: JobView, foreground: bool = False) -> WorstCase:
     allocations = sum(_jobs(part) for part in view.parts)
     start = sum(part.needed if part.separate else 1 for part in view.parts) + min(managers, 1)
     windows = HOUR / view.recovery.window
-    lost = math.ceil(windows * max(1, int(view.recovery.breaker * view.nodes)))  # nodes that the breaker lets condemn
+    lost = math.ceil(windows * exclusions_allowed(view.recovery.breaker, view.nodes))
     at_once = sum(role.replicas * role.ranks for role in view.roles) + view.nodes + shadows(view)
     restarts = math.ceil(windows * view.recovery.per_replica)
     again = sum(_rotations(part, view) for part in view.parts)

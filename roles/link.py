@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from rrl.roles.commit_reports import CommitReports
 from rrl.roles.environment import ADDRESS_ENV
 from rrl.roles.gpus import held_gpus_within
 from rrl.roles.own_faults import OwnFaults
@@ -99,7 +100,6 @@ class Link:
         self._worked = False
         self._listens: str | None = None
         self._serves: str | None = None
-        self._committed: int | None = None
         self._on_peers: list[Callable[[msg.Peers], None]] = []
         self._welcomed = threading.Event()
         self._woken = threading.Event()
@@ -190,13 +190,11 @@ class Link:
         self.soon(self._tell_anew)
 
     def committed(self, step: int, metrics: dict[str, float]) -> None:
-        self._committed = step
-        self.say(msg.Committed(self.launch.life, step, metrics))
+        self.soon(self._commits.on_commit, step, metrics)
 
     def found_committed(self, step: int) -> None:
         """The store knows of this step; the manager may not."""
-        self._committed = step
-        self.soon(self._tell_anew)
+        self.soon(self._commits.on_found, step)
 
     def holds(self, version: Version) -> None:
         """Tell manager and store that ``version`` is complete and served here."""
@@ -244,10 +242,13 @@ class Link:
         self._store: TrajectoryClient | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._dialer = Dialer(self.keys, msg.Down, self._find_manager, lambda: [self._hello()])
+        self._commits = CommitReports(
+            self._report_commit, lambda: self._dialer.connected, lambda after: self.store.metrics(after)
+        )
         await self._open_pipe()
         if not self.launch.standby:
             self._open_store()
-        self._spawn(self._dialer.run(), self._listen(), self._beats())
+        self._spawn(self._dialer.run(), self._listen(), self._beats(), self._commits.run())
 
     async def _open_pipe(self) -> None:
         """Weights of others come in by it, and ours go out. A rollout's shadow opens it in advance, and pulls nothing;
@@ -314,6 +315,7 @@ class Link:
     def _hello(self) -> msg.Hello:
         held = self.weights.current()
         self._told = self._now[0]
+        self._commits.on_hello()
         return msg.Hello(
             life=self.launch.life,
             tag=self.launch.tag,
@@ -324,7 +326,6 @@ class Link:
             listens=self._listens,
             serves=self._serves,
             holds=held.manifest.version if held else None,
-            committed=self._committed,
             gpus=self._gpus,
         )
 
@@ -346,6 +347,7 @@ class Link:
                 self._hear_peers(message.peers)
                 if message.life == self.launch.life and not self.launch.standby:  # one to the shadow may come late
                     self.rank, self.world = message.rank, message.world
+                    self._commits.on_welcome(message.step)
                     self._welcomed.set()
             elif isinstance(message, msg.Become):
                 await self._become(message)
@@ -388,6 +390,9 @@ class Link:
                 await self._dialer.send(msg.Beat(self.launch.life, phase, self._done, blocked_by, self.note))
                 self._told = phase
             await asyncio.sleep(self._beat)
+
+    def _report_commit(self, step: int, metrics: dict[str, float]) -> None:
+        self._loop.create_task(self._dialer.send(msg.Committed(self.launch.life, step, metrics)))
 
     def _tell_anew(self) -> None:
         self._say_now(self._hello())

@@ -307,11 +307,12 @@ class Worker:
         known = digests or {}
         make_durable([path for path in files if path.name not in known])
         manifest = describe_files(self.run_dir.path, files, known)
-        self._link.ask_store(self._link.store.commit(number, manifest, bound.digest))
+        told = {**bound.metrics, **(metrics or {})}
+        self._link.ask_store(self._link.store.commit(number, manifest, bound.digest, told))
         self._committed, self._manifest = number, manifest
         for old in [each for each in list(self._bound) if each <= number]:
             self._bound.pop(old)
-        self._link.committed(number, {**bound.metrics, **(metrics or {})})
+        self._link.committed(number, told)
 
     def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
         """Serve these weights as the version of step ``number`` until replaced. ``tensors``: name, dtype, shape, bytes

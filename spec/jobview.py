@@ -201,7 +201,8 @@ class Recovery(Struct, frozen=True):
     first_start: int = 3
     """failed starts of a replica of which no life ever joined; then it is the job's mistake, not a node's"""
     breaker: float = 0.2
-    """at most max(1, this share) of the nodes condemned within the window (docs/sources.md, guard rails)"""
+    """at most max(1, this share) of the nodes are excluded within the window, of five nodes or more at least two
+    (docs/sources.md, guard rails)"""
     policy: str = "role"
     """``role``: only what failed comes back; ``job``: everything restarts in place from the last checkpoint (as
     RobustRL configured ByteRobust); ``requeue``: all nodes are given back and asked for anew (plain Slurm)"""

@@ -40,7 +40,6 @@ class Hello(Struct, frozen=True, tag=True):
     serves: str | None = None
     """``<pipe>://host:port`` where its weight versions can be pulled"""
     holds: Version | None = None
-    committed: int | None = None
     gpus: tuple[str, ...] = ()
 
 
@@ -252,6 +251,8 @@ class Welcome(Struct, frozen=True, tag=True):
     peers: Peers
     rank: int = 0
     world: int = 1
+    step: int = 0
+    """newest committed step that this manager knows of: the trainer reports those that follow"""
 
 
 class Become(Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rrl.cli.views.figures import number, span
 
-_COLOUR = {"completed": "green", "running": "green", "failed": "red", "cancelled": "yellow"}
+_COLOUR = {"completed": "green", "running": "green", "failed": "red", "cancelled": "yellow", "interrupted": "red"}
 
 
 def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:

@@ -6,7 +6,8 @@ Every line is built to fit: nothing wraps at 80 columns, and more columns show m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import inf
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -42,11 +43,15 @@ _AT_EASE = (Status.JOINED, Status.COMPLETED)
 _VERDICT = {Verdict.FAIL: "red", Verdict.WARN: "yellow"}
 
 
-def status_view(state: State, now: float, width: int = 100, note: str = "") -> RenderableType:
-    """The whole picture of a run. ``now``: wall clock (s); ``note``: something to add about its manager."""
+def status_view(
+    state: State, now: float, width: int = 100, notes: Sequence[str] = (), known_standing: str = ""
+) -> RenderableType:
+    """The whole picture of a run. ``now``: wall clock (s); ``notes``: lines about its manager that take the place of
+    what the journal says of it; ``known_standing``: where the run stands, if more is known than its journal says."""
     until = now if state.ended is None else state.ended
-    parts: list[RenderableType] = [Text.assemble(*_title(state, until, width), overflow="ellipsis", no_wrap=True)]
-    parts.append(_facts(state, now, width, note))
+    title = Text.assemble(*_title(state, until, width, known_standing), overflow="ellipsis", no_wrap=True)
+    parts: list[RenderableType] = [title]
+    parts.append(_facts(state, now, width, [note for note in notes if note]))
     if state.outcome is None:
         parts += [Text(), _replicas(state, until, width)]
     if state.outcome is None and (findings := _findings(state, until)):
@@ -56,9 +61,9 @@ def status_view(state: State, now: float, width: int = 100, note: str = "") -> R
     return Group(*parts)
 
 
-def one_line(state: State, silent: bool = False) -> str:
+def one_line(state: State, silent: bool = False, known_standing: str = "") -> str:
     """The same for a log: where the run stands, and who is not at work."""
-    parts = [f"{state.run}: {standing(state)[0]}", _so_far(state)]
+    parts = [f"{state.run}: {known_standing or standing(state)[0]}", _so_far(state)]
     if state.rewards.latest is not None:
         parts.append(f"reward {number(state.rewards.latest)}")
     if state.verdict is None and state.outcome is None:
@@ -70,8 +75,8 @@ def one_line(state: State, silent: bool = False) -> str:
 
 
 # ── header ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _title(state: State, until: float, width: int) -> Iterator[tuple[str, str] | str]:
-    word, colour = standing(state)
+def _title(state: State, until: float, width: int, known_standing: str) -> Iterator[tuple[str, str] | str]:
+    word, colour = (known_standing, "red") if known_standing else standing(state)
     yield (state.run, "bold")
     yield "  "
     yield (f"● {word}", colour)
@@ -108,7 +113,7 @@ def _left(state: State, finding: Finding) -> bool:
     return node is not None and node.excluded is not None
 
 
-def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
+def _facts(state: State, now: float, width: int, notes: Sequence[str]) -> RenderableType:
     facts = Table.grid(padding=(0, 2), expand=True)
     facts.add_column(style="bright_black", no_wrap=True)
     facts.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -131,8 +136,10 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
             apart = "; those cannot pull from each other" if mixed else ""
             facts.add_row("weights", Text(f"over {listed}{apart}", "red" if apart else ""))
         manager = f"epoch {state.epoch} on {state.host or '?'}, last record {span(now - state.at)} ago"
-        facts.add_row("manager", Text(note, "red") if note else manager)
-    if state.outcome is None:
+        for label, line in zip(("manager", ""), notes or (manager,), strict=False):
+            facts.add_row(label, Text(line, "red" if notes else ""))
+        for label, line in zip(("breaker", *[""] * CROWD), _held_back(state, now), strict=False):
+            facts.add_row(label, Text(line, "yellow"))
         for replica in [one for one in workers(state) if one.note and one.believed][:CROWD]:
             facts.add_row("note", f"{replica.id}: {replica.note}")
     if state.why and state.outcome is not None:
@@ -141,6 +148,18 @@ def _facts(state: State, now: float, width: int, note: str) -> RenderableType:
         told = f"job {jobs}, while it lasts (rrl resume uses it, scancel {jobs} gives it back)"
         facts.add_row("kept", Text(told, "yellow"))
     return facts
+
+
+def _held_back(state: State, now: float) -> Iterator[str]:
+    """Nodes that failed and that the breaker does not let the run leave: for how long, why, and what was found."""
+    condemning = any(one.verdict is Verdict.FAIL and one.node is not None for one in state.findings.values())
+    if state.verdict is not None or not condemning:
+        return
+    from rrl.manager.planner.brakes import held_back
+
+    for held in held_back(state, now):
+        until = "until Slurm says otherwise" if held.until == inf else f"for {span(held.until - now)}"
+        yield f"{held.exclude.node} stays in use {until}: {held.why} ({'; '.join(held.exclude.why.evidence)})"
 
 
 def _token_ages(state: State) -> Text:

@@ -21,6 +21,11 @@ class Refused(Exception):
     """Certainly not done. The text says what the cluster said."""
 
 
+class NotHeld(Refused):
+    """Certainly not done, because the cluster does not list the allocation as running now. That is no failure of what
+    was to be started, nor of its node: the next looks at the cluster tell what has become of the allocation."""
+
+
 class Unanswered(Exception):
     """Nobody knows whether it was done: a timeout, a lost connection, an answer that cannot be read."""
 
@@ -117,6 +122,10 @@ class Observed(Struct, frozen=True):
     """tag of each listed step of this run, and its node"""
     unknown: str = ""
     """why a part is None"""
+    launchers_ended: frozenset[str] = frozenset()
+    """tags of launches whose command had ended before this look began, and said neither that they were done nor that
+    they were refused: without that command nothing starts their step any more, so that one which is not listed never
+    will be"""
 
 
 class Cluster(Protocol):
@@ -129,7 +138,8 @@ class Cluster(Protocol):
         """Give an allocation back with everything that runs in it. Releasing what is gone is done."""
 
     async def launch(self, step: Step) -> None:
-        """Start a step. Returns once it was handed over; that it runs is known from its own ``Wanted``."""
+        """Start a step. Returns once it was handed over; that it runs is known from its own ``Wanted``. NotHeld where
+        its allocation does not run (any more)."""
 
     async def joined(self, tag: str) -> None:
         """The step's first process has spoken to us: whatever only carried the launch can go (srun is killed -9)."""

@@ -26,6 +26,7 @@ from rrl.manager.cluster import (
     Ask,
     NodeSeen,
     NodeState,
+    NotHeld,
     Observed,
     Refused,
     Step,
@@ -104,7 +105,7 @@ class LocalCluster:
     async def launch(self, step: Step) -> None:
         allocation = self._allocations().get(step.allocation)
         if allocation is None or step.node not in allocation.nodes:
-            raise Refused(f"{step.node} is not in an allocation {step.allocation}")
+            raise NotHeld(f"{step.node} is not in an allocation {step.allocation}")
         if step.node in self._down():
             raise Refused(f"{step.node} is down")
         record = self._step_file(step.tag)

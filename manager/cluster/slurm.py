@@ -28,6 +28,7 @@ from rrl.manager.cluster import (
     AllocationState,
     Ask,
     NodeSeen,
+    NotHeld,
     Observed,
     Refused,
     Step,
@@ -277,6 +278,7 @@ class SlurmCluster:
             return self._last
 
     async def _look(self) -> Observed:
+        launchers_ended = self._sruns.failed
         try:
             await self._read_jobs(budgeted=True)
         except (Refused, Unanswered) as error:
@@ -292,7 +294,7 @@ class SlurmCluster:
                 raise part
             else:
                 found = msgspec.structs.replace(found, **part)
-        return msgspec.structs.replace(found, allocations=self._allocations())
+        return msgspec.structs.replace(found, allocations=self._allocations(), launchers_ended=launchers_ended)
 
     def _allocations(self) -> dict[str, AllocationSeen]:
         """By tag, as last read; what salloc tried in vain is not there."""
@@ -375,7 +377,7 @@ class SlurmCluster:
                     return job
             if attempt == 0:
                 await self._read_jobs()
-        raise Refused(f"allocation {tag} is not running")
+        raise NotHeld(f"allocation {tag} is not running")
 
     # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _read(self, argv: tuple[str, ...], budgeted: bool = False, unless: str | None = None) -> Ended:

@@ -39,11 +39,19 @@ class Sruns:
         self._limits = limits
         self._prefix = prefix
         self._carrying: dict[str, _Srun] = {}
+        self._failed: set[str] = set()
         self._watchers: set[asyncio.Task[None]] = set()
 
     def __contains__(self, tag: str) -> bool:
         """An srun still carries this tag's launch."""
         return tag in self._carrying
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """Tags whose srun ended with an error before their step had joined. It is srun itself that has slurmd start the
+        tasks of a step: once it has ended, a step that does not exist by then never will, even if slurmctld still
+        answers the request for it."""
+        return frozenset(self._failed)
 
     def command(self, job: Sequence[str], step: Step) -> tuple[str, ...]:
         """The srun of a step; ``job`` are the options that name its job. Roles take their share of the node
@@ -100,9 +108,11 @@ class Sruns:
 
     async def _watch(self, tag: str, srun: _Srun) -> None:
         """Reap an srun, whenever it ends."""
-        await srun.process.wait()
+        code = await srun.process.wait()
         if self._carrying.get(tag) is srun:
             del self._carrying[tag]
+        if code and not srun.joined.is_set():
+            self._failed.add(tag)
         with contextlib.suppress(OSError):
             if srun.said.stat().st_size == 0:
                 srun.said.unlink()

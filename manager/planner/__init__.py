@@ -42,7 +42,8 @@ def plan(state: State, now: float) -> Plan:
     rooms = Rooms(state, now)
     if evicted := evict(state, rooms, now):
         return Plan(tuple(evicted), now)
-    decisions, brake_wake = brake(state, recover(state, rooms, now), now)
+    decisions, held = brake(state, recover(state, rooms, now), now)
+    brake_wake = min((one.until for one in held), default=NEVER)
     if decisions:
         return Plan(tuple(decisions), now)
     renewed, renew_wake = renew(state, now)

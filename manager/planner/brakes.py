@@ -1,45 +1,80 @@
-"""The breaker: strikes out decisions that condemn too much at once, and says so by leaving them undecided.
+"""The breaker: holds back exclusions that would leave too many nodes at once.
 
-Many nodes condemned together are a fabric or a software fault, or a blind manager; replacing them all would be worse
-than waiting for a person (docs/sources.md, guard rails: at most max(1, 20 %) within ten minutes). And while the cluster
-itself has lost much of what the run has, what is found on the rest says little.
+Many nodes that fail together are a fault of the network, of the site or of the manager itself, and replacing them all
+would be worse than waiting for a person (docs/sources.md, guard rails: at most max(1, 20 %) within ten minutes). While
+the cluster itself has lost much of what the run has, what is found on the rest says little.
+
+Of a small pool 20 % are no node at all, and a second node that is really lost would stop the run until Slurm gives it
+up, which takes minutes. A pool of five nodes or more may therefore lose two: they are still a minority, so that the
+majority which goes on reporting proves that the manager hears and that the network carries. Of four nodes two are a
+tie, which proves nothing: there one is the limit, as it is of fewer.
 """
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from rrl.manager.actions import Decision, Exclude
 from rrl.manager.cluster import NodeState
+from rrl.manager.planner.condemning import condemn
+from rrl.manager.planner.rooms import Rooms
 from rrl.manager.planner.terms import NEVER
 from rrl.manager.state import State
 from rrl.spec.words import NodeName
 
+MINORITY = 2
+"""Nodes that a pool of more than twice as many may always lose within the recovery window, see above."""
 OUTAGE = 0.25
 """share of the run's nodes, more than one, that are down: then only what is down is left (docs/sources.md, guard rails:
 none while more than 25 % of the cluster is). Slurm tells us of our own nodes only."""
 
 
-def brake(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], float]:
-    """The decisions that may go ahead now, and when (s, manager's time) one that may not is to be looked at again."""
+class HeldBack(Struct, frozen=True):
+    """An exclusion that the breaker does not let go ahead."""
+
+    exclude: Exclude
+    why: str
+    until: float
+    """manager's time (s) at which it is looked at again; inf: when the cluster reports something else of its nodes"""
+
+
+def exclusions_allowed(share: float, nodes: int) -> int:
+    """Number of a run's ``nodes`` that may be excluded within the recovery window; ``share``: ``recovery.breaker``."""
+    return max(1, int(share * nodes), MINORITY if nodes > 2 * MINORITY else 0)
+
+
+def brake(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], list[HeldBack]]:
+    """Divide decisions, made at ``now`` (manager's time, s), into those that may go ahead and exclusions that may
+    not."""
     recovery = state.job.recovery
-    allowed = max(1, int(recovery.breaker * len(state.nodes)))
+    allowed = exclusions_allowed(recovery.breaker, len(state.nodes))
     found = (node for node in state.nodes.values() if node.excluded is not None and not node.asked_by)
     ends = sorted(node.excluded_at + recovery.window for node in found)
     recent = [end for end in ends if end > now]
-    condemned = len(recent)
+    excluded = len(recent)
     passed: list[Decision] = []
-    wake = NEVER
+    held: list[HeldBack] = []
     down = _down(state)
     outage = len(down) > max(1, OUTAGE * len(state.nodes))
     for decision in decisions:
         if isinstance(decision, Exclude):
             if outage and decision.node not in down:
-                continue  # until the cluster says something else of its nodes, which is an event
-            if condemned >= allowed:
-                wake = recent[0] if recent else now + recovery.window
+                why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are left"
+                held.append(HeldBack(decision, why, NEVER))
                 continue
-            condemned += 1
+            if excluded >= allowed:
+                share = f"{excluded} of {len(state.nodes)} nodes"
+                why = f"{share} excluded within {recovery.window:g} s, and no more may be"
+                held.append(HeldBack(decision, why, recent[0] if recent else now + recovery.window))
+                continue
+            excluded += 1
         passed.append(decision)
-    return passed, wake
+    return passed, held
+
+
+def held_back(state: State, now: float) -> list[HeldBack]:
+    """The exclusions that a manager would decide at ``now`` (manager's time, s) if the breaker let it: for people."""
+    return brake(state, list(condemn(state, Rooms(state, now))), now)[1]
 
 
 def _down(state: State) -> set[NodeName]:

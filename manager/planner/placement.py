@@ -12,7 +12,7 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from rrl.manager.actions import Launch, Outside, StopStep, Why
-from rrl.manager.planner.rooms import Rooms, Spot
+from rrl.manager.planner.rooms import Rooms, Spot, rests
 from rrl.manager.planner.terms import NEVER
 from rrl.manager.planner.warm import Taken, engines_gone, patient, still_ending, take
 from rrl.manager.state import Replica, State, Status, gang, missing
@@ -202,12 +202,11 @@ def _agents(state: State, rooms: Rooms, now: float) -> tuple[list[Outside], floa
 
 def on_its_node(state: State, replica: Replica, now: float) -> float:
     """Manager's time (s) from which an agent or a shadow, which belongs to its node, is to be launched there; inf where
-    it runs. One that was retired with its node is back with it; one that failed too often rests."""
-    recovery = state.job.recovery
-    spent = replica.recent(recovery.window, now)
-    if replica.status is Status.WANTED or (replica.status is Status.RETIRED and len(spent) < recovery.per_replica):
-        return replica.not_before
-    return spent[0].at + recovery.window if replica.status is Status.RETIRED and spent else NEVER
+    it runs. One that failed too often rests until its oldest failure has left the window."""
+    if rests(state, replica, now):
+        window = state.job.recovery.window
+        return replica.recent(window, now)[0].at + window
+    return replica.not_before if replica.status in (Status.WANTED, Status.RETIRED) else NEVER
 
 
 def launch(state: State, life: Life, home: Spot) -> Launch:

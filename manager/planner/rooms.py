@@ -333,13 +333,22 @@ def never_started(state: State, node: NodeName) -> bool:
     return state.replica(replica_id(AGENT, node)).unstarted >= state.job.recovery.first_start
 
 
+def rests(state: State, helper: Replica, now: float) -> bool:
+    """Whether an agent or a shadow has failed so often that it is not started again before a failure leaves the
+    window. One that was retired because its node left the run does not rest: it is started as soon as the node is
+    back."""
+    recovery = state.job.recovery
+    failures = helper.recent(recovery.window, now)
+    return helper.status is Status.RETIRED and len(failures) >= max(1, recovery.per_replica)
+
+
 def _may_yet_say(state: State, node: NodeName, now: float) -> bool:
-    """What the node can do: its agent is still tried, and has not failed again and again (so often as it can fail to
-    join within the window). Else who lacks a node would wait for this one as long as its agent is tried, which on a
-    node that is cut off is for ever."""
+    """Whether the agent of this node may still report what the node can do: the agent runs or is about to be started,
+    and has not failed again and again (as often as it can fail to join within the window). Without that bound, a
+    replica that lacks a node would wait for ever for the agent of a node that is cut off."""
     agent, recovery = state.replica(replica_id(AGENT, node)), state.job.recovery
     often = max(1, min(recovery.first_start, int(recovery.window / state.job.limits.join) - 1))
-    tried = agent.status is not Status.RETIRED and len(agent.recent(recovery.window, now)) < often
+    tried = not rests(state, agent, now) and len(agent.recent(recovery.window, now)) < often
     return tried and not never_started(state, node)
 
 

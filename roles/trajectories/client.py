@@ -19,7 +19,9 @@ from rrl.roles.trajectories.types import (
     FollowVersions,
     GetBatch,
     GetCommitted,
+    GetMetrics,
     Item,
+    KeptMetrics,
     Leased,
     LeaseScoring,
     LeaseWork,
@@ -31,6 +33,7 @@ from rrl.roles.trajectories.types import (
     Score,
     Scoring,
     Segment,
+    StepMetrics,
     ToScore,
 )
 from rrl.spec.words import Life, Version, role_of
@@ -145,9 +148,17 @@ class TrajectoryClient:
         answer = await self._ask(GetBatch(self._life, number, wait), wait)
         return answer.batch if isinstance(answer, Bound) else None
 
-    async def commit(self, number: int, manifest: dict[str, Any], digest: str) -> None:
+    async def commit(
+        self, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
+    ) -> None:
         """Step ``number`` counts when it returns."""
-        await self._ask(Commit(self._life, number, manifest, digest), 0.0)
+        await self._ask(Commit(self._life, number, manifest, digest, metrics or {}), 0.0)
+
+    async def metrics(self, after: int) -> tuple[StepMetrics, ...]:
+        """Metrics of committed steps after ``after``, in order; those that follow the last one are asked for anew."""
+        answer = await self._ask(GetMetrics(self._life, after), 0.0)
+        assert isinstance(answer, KeptMetrics), answer
+        return answer.commits
 
     async def committed(self) -> CommittedState:
         """What counts; from here on no older incarnation of this trainer can change it."""

@@ -97,6 +97,13 @@ class Commitment(Struct, frozen=True, tag="commitment", array_like=True):
     digest: str
 
 
+class Metrics(Struct, frozen=True, tag="metrics", array_like=True):
+    """What the trainer measured in a step: written just before its commitment, and kept for longer."""
+
+    number: int
+    metrics: dict[str, float]
+
+
 class Fence(Struct, frozen=True, tag="fence", array_like=True):
     """Trainer words of lives of ``replica`` below ``incarnation`` are refused from here on."""
 
@@ -104,7 +111,7 @@ class Fence(Struct, frozen=True, tag="fence", array_like=True):
     incarnation: int
 
 
-Record = Head | Made | Grown | Scored | Dropped | Binding | Settled | Commitment | Fence
+Record = Head | Made | Grown | Scored | Dropped | Binding | Settled | Metrics | Commitment | Fence
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 encode = _encoder.encode

@@ -25,6 +25,7 @@ from rrl.roles.trajectories.types import (
     FollowVersions,
     GetBatch,
     GetCommitted,
+    GetMetrics,
     Leased,
     LeaseScoring,
     LeaseWork,
@@ -54,8 +55,10 @@ def answer(store: Store, request: Request) -> Answer:
             return store.post_scores(life, scores, failed)
         case GetBatch(life, number):
             return store.batch(life, number)
-        case Commit(life, number, manifest, digest):
-            return store.commit(life, number, manifest, digest)
+        case Commit(life, number, manifest, digest, metrics):
+            return store.commit(life, number, manifest, digest, metrics)
+        case GetMetrics(life, after):
+            return store.metrics(life, after)
         case GetCommitted(life):
             return store.committed(life)
         case FollowVersions():

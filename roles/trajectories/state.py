@@ -18,6 +18,7 @@ from rrl.roles.trajectories.records import (
     Grown,
     Head,
     Made,
+    Metrics,
     Piece,
     Record,
     Scored,
@@ -28,6 +29,10 @@ from rrl.roles.trajectories.records import (
 )
 from rrl.roles.trajectories.types import Item, PackedBatch, PackedTrajectory, Score, ToScore
 from rrl.spec.words import Life, ReplicaId
+
+METRICS_KEPT = 4096
+"""newest steps whose metrics are kept for a manager that does not live: at 10 s a step those of eleven hours, in a
+few MB"""
 
 
 class Track(Struct, eq=False):
@@ -68,6 +73,8 @@ class State:
         self.tracks: dict[int, Track] = {}
         self.bindings: dict[int, Binding] = {}
         self.commitments: dict[int, Commitment] = {}
+        self.metrics: dict[int, dict[str, float]] = {}
+        """of the newest steps"""
         self.committed = 0
         """0 before the first commit: steps count from 1"""
         self.fences: dict[ReplicaId, int] = {}
@@ -89,6 +96,9 @@ class State:
                 self.bindings[number] = record
                 for group in groups:
                     self.groups[group].bound = number
+            case Metrics(number, metrics):
+                self.metrics[number] = metrics
+                self.metrics.pop(number - METRICS_KEPT, None)
             case Commitment(number):
                 self.commitments[number] = record
                 self.committed = number
@@ -161,6 +171,8 @@ class State:
                     yield Grown(track.writer, tuple(track.pieces), (track.id,) if track.finished else ())
             if scores := tuple(track.score for track in group.tracks if track.score is not None):
                 yield Scored(scores)
+        for number, metrics in self.metrics.items():
+            yield Metrics(number, metrics)
         for number in sorted(self.bindings):
             yield self.bindings[number]
             if number in self.commitments:

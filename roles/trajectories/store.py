@@ -25,6 +25,7 @@ from rrl.roles.trajectories.records import (
     Fence,
     Grown,
     Made,
+    Metrics,
     Piece,
     Scored,
     pack,
@@ -36,6 +37,7 @@ from rrl.roles.trajectories.types import (
     CommittedState,
     Denied,
     Done,
+    KeptMetrics,
     Leased,
     NewestVersion,
     NotYet,
@@ -43,11 +45,14 @@ from rrl.roles.trajectories.types import (
     Score,
     Scoring,
     Segment,
+    StepMetrics,
 )
 from rrl.roles.trajectories.versions import VersionDirectory, is_publisher
 from rrl.spec.words import Life
 from rrl.transport.messages import Holder
 
+METRICS_PER_ANSWER = 256
+"""steps: about 100 KB, where a trainer tells a dozen figures"""
 UNASKABLE = "no prompt could be made of the item"
 """the reason of each group that was dropped before it was begun"""
 ALL_UNASKABLE = 32
@@ -432,6 +437,14 @@ class Store:
         newest = self._state.commitments.get(self._state.committed)
         return CommittedState(newest.number, newest.manifest) if newest else CommittedState(None, None)
 
+    def metrics(self, life: Life, after: int) -> KeptMetrics | Denied:
+        """Metrics of committed steps after ``after``, as many as one answer holds."""
+        if no := self._not_the_trainer(life):
+            return no
+        kept = self._state.metrics
+        steps = range(max(after, min(kept, default=0) - 1) + 1, self._state.committed + 1)
+        return KeptMetrics(tuple(StepMetrics(step, kept.get(step, {})) for step in steps[:METRICS_PER_ANSWER]))
+
     def batch(self, life: Life, number: int) -> Bound | NotYet | Denied:
         """The batch of step ``number``, the same one for ever; each member of a gang may ask."""
         return self.bind(life, number) or Bound(self._state.batch(number))
@@ -491,8 +504,11 @@ class Store:
             steps += f" to {self._freshness.last_step(last):g}"
         return f"group {first.made.group}{working} and {len(groups) - 1} more: their last step is {steps}"
 
-    def commit(self, life: Life, number: int, manifest: dict[str, Any], digest: str) -> Done | Denied:
-        """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right."""
+    def commit(
+        self, life: Life, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None
+    ) -> Done | Denied:
+        """Rule 4: checkpoint and consumption of step ``number`` in one record. The same words again are right. The
+        ``metrics`` come before: of a step that is not committed nobody asks."""
         if no := self._not_the_trainer(life):
             return no
         if life != life.gang:
@@ -506,6 +522,7 @@ class Store:
             return Denied(f"commit of step {number} is out of order: {self._state.committed} is committed")
         if digest != binding.digest:
             return Denied(f"step {number} is bound to {binding.digest}, not to {digest}")
+        self._durable.write(Metrics(number, metrics or {}))
         self._durable.write(Commitment(number, life, manifest, digest))
         return Done()
 

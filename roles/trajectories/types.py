@@ -171,18 +171,27 @@ class Commit(Struct, frozen=True, tag=True):
     """One record commits the checkpoint and the consumption of batch ``number``. Repeatable.
 
     Accepted only from the current incarnation and for ``number`` = committed + 1. ``manifest`` names the checkpoint
-    (folder relative to the run directory, files with digests)."""
+    (folder relative to the run directory, files with digests). ``metrics`` are for people; the store keeps them for a
+    manager that does not live now."""
 
     life: Life
     number: int
     manifest: dict[str, Any]
     digest: str
+    metrics: dict[str, float] = {}
 
 
 class GetCommitted(Struct, frozen=True, tag=True):
     """What counts? Answered ``CommittedState``."""
 
     life: Life
+
+
+class GetMetrics(Struct, frozen=True, tag=True):
+    """Metrics of the commits after step ``after``, as far as they are kept. Answered ``KeptMetrics``."""
+
+    life: Life
+    after: int
 
 
 class FollowVersions(Struct, frozen=True, tag=True):
@@ -201,7 +210,9 @@ class FollowVersions(Struct, frozen=True, tag=True):
     wait: float = 10.0
 
 
-Request = LeaseWork | Append | LeaseScoring | PostScores | GetBatch | Commit | GetCommitted | FollowVersions
+Request = (
+    LeaseWork | Append | LeaseScoring | PostScores | GetBatch | Commit | GetCommitted | GetMetrics | FollowVersions
+)
 
 
 # ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -244,6 +255,17 @@ class CommittedState(Struct, frozen=True, tag=True):
     manifest: dict[str, Any] | None
 
 
+class StepMetrics(Struct, frozen=True):
+    step: int
+    metrics: dict[str, float]
+
+
+class KeptMetrics(Struct, frozen=True, tag=True):
+    """In the order of the steps, without gaps; those that follow are asked for with the last one's step."""
+
+    commits: tuple[StepMetrics, ...]
+
+
 class NewestVersion(Struct, frozen=True, tag=True):
     """The newest version that the current trainer published, and replicas that serve it: all that are known where they
     are few, never none."""
@@ -252,4 +274,4 @@ class NewestVersion(Struct, frozen=True, tag=True):
     holders: tuple[Holder, ...]
 
 
-Answer = Leased | Scoring | Done | Bound | NotYet | Denied | CommittedState | NewestVersion
+Answer = Leased | Scoring | Done | Bound | NotYet | Denied | CommittedState | KeptMetrics | NewestVersion

@@ -13,7 +13,7 @@ from rrl.cli.views.runs import runs_view
 from rrl.cli.views.status import one_line, standing, status_view
 from rrl.cli.views.summary import summary_view
 from rrl.manager.actions import Exclude, Why
-from rrl.manager.events import Commanded, Decided, Joined, Noted, StepCommitted, VersionHeld
+from rrl.manager.events import Commanded, Decided, FindingChanged, Joined, Noted, StepCommitted, VersionHeld
 from rrl.spec.words import NodeName, Outcome, Version
 from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
@@ -89,8 +89,9 @@ def test_the_status_of_a_run_looks_as_kept(scene: str, width: int) -> None:
 
 def test_a_note_about_the_manager_takes_the_place_of_its_line() -> None:
     story = Story().works()
-    text = drawn(status_view(story.told(), story.now, 100, "silent for 40 s"), 100)
+    text = drawn(status_view(story.told(), story.now, 100, ["silent for 40 s", "job 7 waits"]), 100)
     assert "manager  silent for 40 s" in text
+    assert "         job 7 waits" in text
     assert "epoch" not in text
 
 
@@ -221,3 +222,14 @@ def test_a_run_that_works_without_a_lost_node_runs_though_that_node_is_still_los
     assert standing(story.told())[0] == "recovering"
     story.wait(0.2).launches("rollout/1", "n2").joins("rollout/1", "generate")
     assert standing(story.told()) == ("running", "green")
+
+
+def test_an_exclusion_that_the_breaker_holds_back_names_node_time_reason_and_finding() -> None:
+    story = Story().works().loses_node("n3").wait(100)
+    (lost,) = story.told().findings.values()
+    story.tell(Decided(Exclude(NodeName("n4"), Why(("node_lost: silent",)))))
+    story.tell(FindingChanged(msgspec.structs.replace(lost, node=NodeName("n5"), since=story.now)))
+    shown = drawn(status_view(story.told(), story.now, 180), 180)
+    assert "breaker  n5 stays in use for 8m20s: 2 of 5 nodes excluded within 600 s, and no more may be " in shown
+    assert "(node_lost: manager: agent and all replicas silent for 10 s)" in shown
+    assert "breaker" not in drawn(status_view(node_lost().told(), story.now, 180), 180)

@@ -20,6 +20,7 @@ from rrl.manager.cluster import (
     Ask,
     NodeSeen,
     NodeState,
+    NotHeld,
     Observed,
     Refused,
     Step,
@@ -72,6 +73,10 @@ class Site:
         self.free = [NodeName(f"n{i}") for i in range(1, nodes + 1)]
         self.allocations: dict[str, tuple[NodeName, ...]] = {}
         self.granted: list[str] = []
+        self.most_held = 0
+        """nodes that were held at once, at most"""
+        self.cancelled: dict[str, tuple[NodeName, ...]] = {}
+        """allocations that somebody else has cancelled, and that the cluster still lists"""
         self.launched: list[str] = []
         self.started: list[str] = []
         """of the launched, those that ran: on a dead node nothing does"""
@@ -176,6 +181,17 @@ class Site:
         self.free = [node for node in self.free if node not in nodes]
         self.allocations[ask.tag] = tuple(nodes)
         self.granted.append(ask.tag)
+        self.most_held = max(self.most_held, sum(len(held) for held in self.allocations.values()))
+
+    def cancel_everything(self, listed: bool) -> None:
+        """Somebody cancels every job of the run: what runs is asked to leave, and does. The nodes are the first to be
+        granted again. ``listed``: the cluster still lists the jobs as cancelled; else it has forgotten them."""
+        for actor in list(self.actors.values()):
+            actor.ends("asked")
+        if listed:
+            self.cancelled |= self.allocations
+        self.free = [*(node for held in self.allocations.values() for node in held), *self.free]
+        self.allocations = {}
 
     def release(self, tag: str) -> None:
         for node in self.allocations.pop(tag, ()):
@@ -196,7 +212,7 @@ class Site:
             self.doubled.append(step.tag)
         self.launched.append(step.tag)
         if step.node not in self.allocations.get(step.allocation, ()):
-            raise Refused(f"{step.node} is not in {step.allocation}")
+            raise NotHeld(f"{step.node} is not in {step.allocation}")
         if step.node not in self.dead_nodes:
             self.started.append(step.tag)
             self.actors[step.tag] = Actor(self, step.tag, read_launch(step.launch_file).life, step.node)
@@ -206,6 +222,8 @@ class Site:
         if self.blink and self.looks % 2:
             return Observed({}, {}, {}) if self.looks % 4 == 1 else Observed(None, None, None, "timed out")
         seen = {tag: AllocationSeen(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
+        for tag, ended in self.cancelled.items():
+            seen[tag] = AllocationSeen(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
         nodes = {node: self._node(node) for held in self.allocations.values() for node in held}
         return Observed(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
 
@@ -352,6 +370,11 @@ class Actor:
                 self._greet()
                 if self.role == "trainer" and rank_of(self.life.replica) == 0:
                     self.site.spawn(self._train())
+        elif isinstance(message, msg.Welcome):
+            if self.role == "trainer" and rank_of(self.life.replica) == 0:
+                loop = asyncio.get_running_loop()
+                for step in range(message.step + 1, self.site.committed + 1):  # the loop keeps no order of equal times
+                    loop.call_later(step * 1e-6, self._say, msg.Committed(self.life, step, {"reward": 0.5}))
         elif isinstance(message, msg.Fenced):
             if message.life == self.life:  # an agent is told of others, too
                 self._end("unwanted")
@@ -397,9 +420,8 @@ class Actor:
             self._say(msg.AgentHello(self.life, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now))
             return
         holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
-        committed = self.site.committed if self.role == "trainer" else None
         phase = _PHASE.get(self.role, "serve")
-        self._say(msg.Hello(self.life, self.tag, self.node, self.node, 2, phase, None, None, holds, committed))
+        self._say(msg.Hello(self.life, self.tag, self.node, self.node, 2, phase, None, None, holds))
 
     def finds(self, finding: Finding) -> None:
         if self.working:
@@ -416,7 +438,11 @@ class Actor:
 
     def die(self) -> None:
         """SIGKILL of the worker: the first process leaves the record."""
-        self._end("signalled")
+        self.ends("signalled")
+
+    def ends(self, why: str) -> None:
+        """Its process is gone; the first process leaves the record, and says it to a manager if there is one."""
+        self._end(why)
 
     def _end(self, why: str) -> None:
         if self._ended is not None:

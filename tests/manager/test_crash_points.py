@@ -302,6 +302,19 @@ def test_a_manager_that_is_away_for_long_misses_nothing() -> None:
     assert_ended_well(COMPLETES, site, outcome, state)
 
 
+def test_steps_committed_while_no_manager_lives_are_recorded_in_order_with_metrics() -> None:
+    def away(site: Site) -> None:
+        site.at_step[2] = lambda site: setattr(site, "kill_at", len(site.records) + 1)
+        site.gap = 30.0  # a step takes two seconds
+
+    script = msgspec.structs.replace(COMPLETES, crash_at=-1, job=job(spares=0, steps=40, limits=LIMITS))
+    site, outcome, _ = lived(script, away)
+    assert (outcome, site.managers) == (Outcome.COMPLETED, 2)
+    commits = [event for event in (one.event for one in site.records) if isinstance(event, ev.StepCommitted)]
+    assert [event.step for event in commits] == list(range(1, 41))
+    assert {event.metrics["reward"] for event in commits} == {0.5}
+
+
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_the_hosts_clock_may_jump_by_an_hour_between_two_managers_and_nothing_is_doubled(hours: int) -> None:
     records = unharmed("completes").records

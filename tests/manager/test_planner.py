@@ -455,7 +455,7 @@ def test_a_node_that_left_with_its_allocation_stays_excluded_in_later_requests()
     world.steady()
     world.drop(POOL, AllocationState.ENDED)
     world.steady()
-    assert [world.asks[tag].exclude for tag in requests(world)] == [(), (N3,), (N3,), (N3,)]
+    assert [world.asks[tag].exclude for tag in requests(world)] == [(), (N3,), (N3,), (N3,), (N3, N5)]
 
 
 def test_one_replacement_is_waited_for_and_not_asked_for_again() -> None:
@@ -558,16 +558,25 @@ def test_a_replacement_that_comes_late_is_used_by_the_replica_that_was_gone_on_w
 
 
 def test_the_breaker_stops_the_exclusion_of_many_nodes_at_once() -> None:
-    world = World(job()).steady()
+    world = World(job(spares=2)).steady()
+    world.lose_node(N3)
+    world.lose_node(N4)
+    world.lose_node(N5)
+    world.play(at_most=300.0)
+    assert [action.node for action in world.decided(Exclude)] == [N3, N4], "two of six are a minority, three are not"
+    assert world.incarnations() == ONCE | {R0: 2, R1: 2}
+    world.play(lambda: len(world.decided(Exclude)) == 3, at_most=600.0)
+    first, _, third = (s.at for s in world.events if isinstance(s.event, ev.Decided)
+                     and isinstance(s.event.action, Exclude))  # fmt: skip
+    assert third - first == world.state.job.recovery.window
+
+
+def test_the_breaker_stops_the_exclusion_of_a_second_of_four_nodes() -> None:
+    world = World(job(spares=0)).steady()
     world.lose_node(N3)
     world.lose_node(N4)
     world.play(at_most=300.0)
     assert [action.node for action in world.decided(Exclude)] == [N3]
-    assert world.incarnations() == ONCE | {R0: 2}
-    world.play(lambda: len(world.decided(Exclude)) == 2, at_most=600.0)
-    first, second = (s.at for s in world.events if isinstance(s.event, ev.Decided)
-                     and isinstance(s.event.action, Exclude))  # fmt: skip
-    assert second - first == world.state.job.recovery.window
 
 
 def test_the_breaker_lets_a_fifth_of_the_nodes_go() -> None:

@@ -10,7 +10,7 @@ from rrl.manager.actions import Drain, Launch, Release, Request, Shrink, Undrain
 from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
-from rrl.manager.settle import EAGER, Misses, hungry, settle
+from rrl.manager.settle import EAGER, Misses, hungry, settle, undecided
 from rrl.manager.state import State
 from rrl.spec.launch import tag_of
 from rrl.spec.words import Life, NodeName
@@ -262,6 +262,23 @@ def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_clu
     looks.state = fold(looks.state, ev.Stamped(99, 5.0, 2, ev.ManagerStarted("h", 2)))
     looks.look(steps(), at=QUIET + 1)
     assert looks.look(steps(), at=QUIET + 2) == [ev.Done(STEP, False, "its step never appeared", unheard=True)]
+
+
+def test_a_launch_whose_command_has_ended_is_settled_by_two_looks_without_the_quiet_period() -> None:
+    looks = Looks(*HELD, LAUNCH)
+    ended = msgspec.structs.replace(steps(), launchers_ended=frozenset({STEP}))
+    assert looks.look(ended, 1.0) == []
+    (done,) = looks.look(ended, 2.0)
+    assert isinstance(done, ev.Done)
+    assert (done.tag, done.ok) == (STEP, False)
+    assert undecided(Looks(*HELD, LAUNCH).state, ended)  # type: ignore[arg-type]
+    assert not undecided(looks.state, ended), "settled"  # type: ignore[arg-type]
+
+
+def test_a_step_that_is_listed_though_its_command_has_ended_stays_open() -> None:
+    looks = Looks(*HELD, LAUNCH)
+    ended = msgspec.structs.replace(steps(STEP), launchers_ended=frozenset({STEP}))
+    assert [looks.look(ended, at) for at in (1.0, 2.0, 3.0)] == [[], [], []]
 
 
 def test_a_launch_whose_command_still_runs_settles_itself() -> None:

@@ -365,7 +365,7 @@ def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(
 
     async def story() -> None:
         store = scene.open_store()
-        crew.train(store, 1)
+        crew.train(store, 1, metrics={"reward": 0.25})
         heir = crew.life("trainer/0", 2)
         store.peers([*crew.ALL[:-1], heir])
         me = scene.worker(heir)
@@ -373,7 +373,8 @@ def test_a_commit_that_the_manager_has_not_heard_of_is_told_by_the_next_trainer(
             manager.store_is(endpoint)
             role = scene.start(me, lambda: list(me.batches(after=me.committed)))
             await manager.hears(Goodbye)
-            assert [m.committed for m in manager.heard if isinstance(m, Hello)] == [None, 1]
+            told = [(m.step, m.metrics) for m in manager.heard if isinstance(m, Committed)]
+            assert told == [(1, {"reward": 0.25})]
             await manager.stop(heir)
             await role.end()
         store.close()

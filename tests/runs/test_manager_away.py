@@ -93,6 +93,9 @@ def test_a_run_whose_manager_is_dead_trains_its_last_step_on_new_versions(tmp_pa
     with run.call("manage", run.run.id):
         state = run.wait_end()
     assert (state.outcome, state.step) == ("completed", steps), state.why
+    commits = [stamped.event for stamped in run.events() if isinstance(stamped.event, ev.StepCommitted)]
+    assert [commit.step for commit in commits] == list(range(1, steps + 1)), "out of order, or missing"
+    assert all("reward" in commit.metrics for commit in commits)
     run.wait_gone()
     check_sound(run.run)
 

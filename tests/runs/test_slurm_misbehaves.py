@@ -53,6 +53,22 @@ def no_job_is_doubled(lab: SlurmLab, run: TestRun) -> None:
     assert names == [f"{run.run.id}.manager", f"{run.run.id}.manager", f"{run.run.id}.pool"]
 
 
+def test_a_launch_whose_srun_gave_up_on_a_frozen_slurmctld_is_made_again_without_the_quiet_period(
+    lab: SlurmLab,
+) -> None:
+    toml = light_job("slurm", 100_000, spares=0).replace('quiet = "10s"', 'quiet = "1h"')
+    run = submit_on(lab, "srun-ended", toml)
+    before = run.wait_steps(3)
+    with lab.deaf_controller():
+        kill(run, VICTIM)
+        run.wait(lambda s: s.replica(VICTIM).incarnation > before.replica(VICTIM).incarnation)
+        tag = run.state().replica(VICTIM).step
+        run.wait(lambda _: any(f"--job-name={tag}" in command for command in run.processes().values()))
+        run.wait(lambda _: not any(f"--job-name={tag}" in command for command in run.processes().values()))
+    run.wait(lambda s: s.replica(VICTIM).incarnation > 2 and all_work(s))
+    cancel(run)
+
+
 @pytest.mark.parametrize("how", ["deaf", "down"])
 def test_a_slurmctld_that_is_away_for_a_minute_is_waited_for_while_the_roles_go_on(lab: SlurmLab, how: str) -> None:
     fake = FakeSlurm(lab, f"away-{how}")

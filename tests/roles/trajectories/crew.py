@@ -102,18 +102,20 @@ def manifest(number: int) -> dict[str, Any]:
     return {"folder": f"checkpoints/{number}", "files": [{"name": "model", "digest": f"d{number}"}]}
 
 
-def commit(store: Store, batch: Batch | PackedBatch, who: Life = TRAINER) -> None:
-    assert store.commit(who, batch.number, manifest(batch.number), batch.digest) == Done()
+def commit(
+    store: Store, batch: Batch | PackedBatch, who: Life = TRAINER, metrics: dict[str, float] | None = None
+) -> None:
+    assert store.commit(who, batch.number, manifest(batch.number), batch.digest, metrics) == Done()
     store.flush()
 
 
 def train(
     store: Store, number: int, who: Life = TRAINER, tokens: Sequence[int] = (5, 1), at_most: int = 1000,
-    weights: int | None = None,
+    weights: int | None = None, metrics: dict[str, float] | None = None,
 ) -> Batch:  # fmt: skip
     """Everything that step ``number`` needs, and the step. ``at_most`` trajectories are generated."""
     generate(store, at_most=at_most, tokens=tokens, weights=weights)
     score(store)
     batch = bind(store, number, who)
-    commit(store, batch, who)
+    commit(store, batch, who, metrics)
     return batch

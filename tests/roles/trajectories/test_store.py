@@ -15,6 +15,7 @@ from rrl.roles.trajectories.types import (
     CommittedState,
     Denied,
     Done,
+    KeptMetrics,
     Leased,
     NotYet,
     Prompt,
@@ -48,6 +49,21 @@ from rrl.tests.roles.trajectories.crew import (
 
 def _is_fenced(answer: object) -> bool:
     return isinstance(answer, Denied) and answer.fenced
+
+
+# ── metrics of commits ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_metrics_of_commits_outlive_the_store_and_the_trainer_and_come_in_order(tmp_path: Path) -> None:
+    store = open_store(tmp_path, compact_from=0)
+    for number in range(1, 7):
+        train(store, number, metrics={"reward": number / 10})
+    store.close()
+    again, successor = open_store(tmp_path), life("trainer/0", 2)
+    again.peers((ROLLOUT, REWARD, successor))
+    answer = again.metrics(successor, 2)
+    assert isinstance(answer, KeptMetrics)
+    assert [one.step for one in answer.commits] == [3, 4, 5, 6]
+    assert [one.metrics for one in answer.commits] == [{"reward": step / 10} for step in (3, 4, 5, 6)]
+    assert _is_fenced(again.metrics(TRAINER, 2))
 
 
 # ── making and leasing ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,144 @@
+"""What ``rrl status`` and ``rrl list`` say of a run on Slurm whose manager does not renew its lease any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rrl.cli import app
+from rrl.cli.run_jobs import INTERRUPTED, UNKNOWN, SlurmJobs, judge
+from rrl.manager.cluster import AllocationState
+from rrl.manager.cluster.slurm_text import Job
+from rrl.manager.lease import Holder
+from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.tests.cli.story import Story, completed, job_view
+
+RUN = "small-1"
+GONE = "none is running"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUNS_ENV, str(tmp_path / "runs"))
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+class Squeue:
+    """A squeue on PATH that prints ``output`` and counts how often it is called."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._calls, self._output = folder / "calls", folder / "output"
+        (folder / "bin").mkdir()
+        command = folder / "bin" / "squeue"
+        command.write_text(f"#!/bin/sh\necho call >> {self._calls}\ncat {self._output} || exit 1\n")
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+        self.prints("")
+
+    def prints(self, output: str) -> None:
+        self._output.write_text(output)
+
+    def breaks(self) -> None:
+        self._output.unlink()
+
+    @property
+    def calls(self) -> int:
+        return len(self._calls.read_text().splitlines()) if self._calls.exists() else 0
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Squeue:
+    return Squeue(tmp_path, monkeypatch)
+
+
+def on_slurm(root: Path, run: str = RUN) -> RunDir:
+    return Story(run, job=job_view(cluster="slurm")).works().written(root)
+
+
+def held(run: RunDir, age_s: float) -> None:
+    """A manager on another host holds the lease, and renewed it so long ago."""
+    lease = run.epochs / "000001"
+    lease.write_bytes(msgspec.json.encode(Holder("elsewhere", 7, 3)))
+    os.utime(lease, (time.time() - age_s,) * 2)
+
+
+def job(name: str, state: AllocationState = AllocationState.RUNNING, detail: str = "RUNNING") -> Job:
+    return Job("12", state, (), f"{RUN}.{name}", detail, f"rrl {RUN} {name}")
+
+
+def test_a_run_of_which_slurm_knows_no_job_is_interrupted_and_says_how_it_goes_on() -> None:
+    found = judge(Story(RUN, job=job_view(cluster="slurm")).works().told(), GONE, SlurmJobs())
+    assert (found.standing, found.advice) == (INTERRUPTED, f"rrl manage {RUN} goes on from step 12")
+
+
+def test_a_run_with_nodes_and_no_manager_job_goes_on() -> None:
+    found = judge(Story(RUN).works().told(), GONE, SlurmJobs((job("pool"),)))
+    assert (found.standing, str(found)) == ("", f"{GONE}; the roles go on. Start one: rrl manage {RUN}")
+
+
+def test_a_job_of_another_run_whose_name_begins_alike_does_not_count() -> None:
+    other = Job("12", AllocationState.RUNNING, (), f"{RUN}0.pool", "RUNNING", f"rrl {RUN}0 {RUN}0.pool")
+    assert judge(Story(RUN).works().told(), GONE, SlurmJobs((other,))).standing == INTERRUPTED
+
+
+def test_a_manager_that_waits_in_the_queue_is_named_with_slurms_reason() -> None:
+    waiting = job("manager", AllocationState.PENDING, "PENDING: Priority")
+    found = judge(Story(RUN).works().told(), GONE, SlurmJobs((job("pool"), waiting)))
+    assert found.advice == "the next manager waits in Slurm's queue: job 12 (PENDING: Priority)"
+    assert found.standing == ""
+    alone = judge(Story(RUN).works().told(), GONE, SlurmJobs((waiting,)))
+    assert (alone.note, alone.standing) == (f"{GONE}; no nodes are held", ""), "it is about to take over"
+
+
+def test_where_slurm_cannot_be_asked_the_standing_is_unknown() -> None:
+    found = judge(Story(RUN).works().told(), GONE, SlurmJobs(unknown="squeue: no answer within 5 s"))
+    assert found.standing == UNKNOWN
+    assert "squeue: no answer within 5 s" in found.advice
+
+
+def test_status_and_list_of_a_run_without_any_job_say_interrupted(
+    root: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_slurm(root)
+    assert app.run(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{RUN}  ● interrupted   step 12/40")
+    assert f"rrl manage {RUN} goes on from step 12" in shown
+    assert app.run(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["standing"] == INTERRUPTED
+    assert app.run(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["standing"], shown["step"]) == (INTERRUPTED, 12)
+    assert f"rrl manage {RUN} goes on from step 12" in shown["note"]
+
+
+def test_status_and_list_say_unknown_where_squeue_fails(
+    root: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_slurm(root)
+    squeue.breaks()
+    assert app.run(["status"]) == 0
+    assert capsys.readouterr().out.startswith(f"{RUN}  ● unknown   step 12/40")
+    assert app.run(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["standing"] == UNKNOWN
+
+
+def test_slurm_is_asked_once_for_a_list_and_not_at_all_about_ended_or_renewed_runs(root: Path, squeue: Squeue) -> None:
+    for index in range(3):
+        on_slurm(root, f"lost-{index}")
+    assert app.run(["list"]) == 0
+    assert squeue.calls == 1
+    held(on_slurm(root, "alive-1"), age_s=1.0)
+    completed("done-1").written(root)
+    assert app.run(["status", "alive-1"]) == 0
+    assert app.run(["status", "done-1"]) == 0
+    assert squeue.calls == 1
+    held(RunDir(root / "alive-1"), age_s=3600.0)
+    assert app.run(["status", "alive-1"]) == 0
+    assert squeue.calls == 2

@@ -1,0 +1,104 @@
+"""Everything of a run is cancelled while it has no manager, at whatever moment, and the next manager has it go on.
+
+The real manager runs in :class:`Site` in virtual time, as in ``test_crash_points``. Whatever the journal ended with, at
+no moment are more nodes held than the pool has, and the run completes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.fold import fold
+from rrl.manager.state import State
+from rrl.spec.jobview import Limits
+from rrl.spec.words import Outcome
+from rrl.tests.manager.jobs import job
+from rrl.tests.manager.site import Site
+from rrl.tests.manager.test_crash_points import Script, lived
+
+LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+JOB = msgspec.structs.replace(job(spares=1, steps=4, limits=LIMITS), cluster="slurm")
+"""on Slurm no role is placed on a node before the node's agent has reported"""
+SCRIPT = Script(Outcome.COMPLETED, granted=2, job=JOB)
+POOL = JOB.nodes
+SPARSE = 9
+"""`make test` has the manager die over every ninth record only, the long test over each"""
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here loses power: what was written is there."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def _assert_one_pool_at_a_time(site: Site, outcome: Outcome, state: State) -> None:
+    assert (outcome, state.step) == (Outcome.COMPLETED, JOB.steps)
+    assert site.most_held == POOL, f"{site.most_held} nodes were held at once: {site.granted}"
+    assert (site.allocations, state.allocations) == ({}, {})
+    believed = None
+    for stamped in site.records:
+        believed = fold(believed, stamped)
+        wanted = [one for one in believed.allocations.values() if one.pending or one.running]
+        asked = sum(one.ask.count for one in wanted)
+        assert asked <= POOL, f"{asked} nodes are asked for or held after record {stamped}"
+
+
+def _cancelled_after(kill_at: int, listed: bool, then_kill_at: int = -1) -> tuple[Site, Outcome, State]:
+    """The first manager dies over a record, and everything is cancelled; the second one may die over a later record."""
+
+    def doomed(site: Site) -> None:
+        def cancel_once() -> None:
+            if site.managers == 1:
+                site.cancel_everything(listed)
+                site.kill_at = then_kill_at
+
+        site.kill_at, site.meanwhile = kill_at, cancel_once
+
+    return lived(SCRIPT, doomed)
+
+
+def _check(listed: bool, numbers: Iterable[int]) -> None:
+    for kill_at in numbers:
+        try:
+            site, outcome, state = _cancelled_after(kill_at, listed)
+            _assert_one_pool_at_a_time(site, outcome, state)
+        except BaseException as error:
+            error.add_note(f"cancelled after record {kill_at}")
+            raise
+
+
+def _check_adopting(listed: bool, every: int) -> None:
+    """Of a run that was cancelled in the middle of its work, the second manager dies as well, over any of its
+    records."""
+    commits = (one for one in lived(SCRIPT)[0].records if isinstance(one.event, ev.StepCommitted))
+    middle = next(commit.seq for commit in commits)
+    records = len(_cancelled_after(middle, listed)[0].records)
+    for then_kill_at in range(middle + 1, records + 1, every):
+        try:
+            site, outcome, state = _cancelled_after(middle, listed, then_kill_at)
+            assert site.managers == 3
+            _assert_one_pool_at_a_time(site, outcome, state)
+        except BaseException as error:
+            error.add_note(f"cancelled after record {middle}, the second manager killed over record {then_kill_at}")
+            raise
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed as cancelled", "forgotten by the cluster"])
+def test_a_run_cancelled_at_a_record_never_holds_two_pools(listed: bool) -> None:
+    _check(listed, range(2, len(lived(SCRIPT)[0].records), SPARSE))
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed as cancelled", "forgotten by the cluster"])
+def test_a_manager_that_dies_while_it_adopts_a_cancelled_run_never_holds_two_pools(listed: bool) -> None:
+    _check_adopting(listed, SPARSE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("listed", [True, False], ids=["listed as cancelled", "forgotten by the cluster"])
+def test_a_run_cancelled_at_any_record_never_holds_two_pools(listed: bool) -> None:
+    _check(listed, range(2, len(lived(SCRIPT)[0].records)))
+    _check_adopting(listed, 1)

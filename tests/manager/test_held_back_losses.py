@@ -1,0 +1,105 @@
+"""A node loss that the breaker holds back: what the run does meanwhile, what the status says, and what the summary
+counts once Slurm itself has taken the node away.
+
+The real manager runs in :class:`Site` in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from rrl.manager.fold import fold
+from rrl.manager.ledger import account
+from rrl.manager.planner.brakes import exclusions_allowed, held_back
+from rrl.manager.state import State
+from rrl.spec.jobview import Limits
+from rrl.spec.words import NodeName, Outcome, ReplicaId
+from rrl.tests.manager.jobs import ROLLOUTS, job
+from rrl.tests.manager.site import Site
+from rrl.tests.manager.test_crash_points import Script, lived
+
+LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
+R0, R1 = ROLLOUTS
+SLURM_NOTICES_S = 60.0
+"""s after which Slurm takes the lost node from the job (SlurmdTimeout is 300 s by default)"""
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here loses power: what was written is there."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "allowed"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2), (14, 2), (15, 3), (100, 20)]
+)
+def test_the_breaker_allows_two_of_five_nodes_and_a_fifth_of_many(nodes: int, allowed: int) -> None:
+    assert exclusions_allowed(0.2, nodes) == allowed
+
+
+def _loses_node_of(replica: ReplicaId, noticed_after_s: float | None = None) -> Callable[[Site], None]:
+    """For ``at_step``: the node under the replica dies; ``noticed_after_s`` later Slurm takes it from its job."""
+
+    def crash(site: Site) -> None:
+        node = site.working()[replica][-1].node
+        site.crash(node)
+        if noticed_after_s is not None:
+            site.spawn(_taken_from_its_job(site, node, noticed_after_s))
+
+    return crash
+
+
+async def _taken_from_its_job(site: Site, node: NodeName, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    for tag, nodes in site.allocations.items():
+        site.allocations[tag] = tuple(one for one in nodes if one != node)
+
+
+# Losses are 140 s apart: sooner than 120 s they would count as one fault that the nodes share.
+JOB = msgspec.structs.replace(job(spares=0, steps=240, limits=LIMITS), cluster="slurm")
+LOSES_TWO = Script(Outcome.COMPLETED, granted=3, job=JOB, at_step={10: _loses_node_of(R0), 80: _loses_node_of(R1)})
+LOSES_THREE = msgspec.structs.replace(
+    LOSES_TWO, granted=4, at_step={**LOSES_TWO.at_step, 150: _loses_node_of(R0, SLURM_NOTICES_S)}
+)
+
+
+def test_a_second_node_lost_within_ten_minutes_is_replaced_as_soon_as_it_is_found() -> None:
+    site, outcome, _ = lived(LOSES_TWO)
+    assert outcome is Outcome.COMPLETED
+    second = account(site.records).recoveries[1]
+    assert second.detect_s is not None
+    assert second.decide_s is not None
+    assert second.replica == R1
+    assert second.detect_s + second.decide_s < 2 * LIMITS.silence
+
+
+def test_an_outage_held_back_until_slurm_notices_counts_from_the_loss_of_the_node() -> None:
+    site, outcome, _ = lived(LOSES_THREE)
+    assert outcome is Outcome.COMPLETED
+    third = account(site.records).recoveries[2]
+    stages = (third.detect_s, third.decide_s, third.start_s, third.first_work_s, third.total_s)
+    detect, decide, start, first_work, total = (stage or 0.0 for stage in stages)
+    assert LIMITS.silence - LIMITS.beat <= detect <= 2 * LIMITS.silence, stages
+    assert detect + decide >= SLURM_NOTICES_S - LIMITS.beat, stages
+    assert total >= SLURM_NOTICES_S - LIMITS.beat + start + first_work, stages
+
+
+def test_the_breaker_that_holds_names_the_node_its_finding_and_until_when() -> None:
+    site, _, _ = lived(LOSES_THREE)
+    state: State | None = None
+    seen = []
+    for stamped in site.records:
+        state = fold(state, stamped)
+        if state.verdict is None and state.findings:
+            seen += [(held, stamped.at, state) for held in held_back(state, stamped.at)]
+    assert seen
+    held, at, state = seen[0]
+    lost = next(finding for finding in state.findings.values() if finding.node == held.exclude.node)
+    assert lost.detector == "node_lost"
+    assert held.why == "2 of 6 nodes excluded within 600 s, and no more may be"
+    first = min(node.excluded_at for node in state.nodes.values() if node.excluded is not None)
+    assert held.until == first + state.job.recovery.window > at

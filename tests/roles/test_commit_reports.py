@@ -1,0 +1,130 @@
+"""Which committed steps a manager is told of, in which order, whatever it has missed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rrl.roles import commit_reports
+from rrl.roles.commit_reports import CommitReports
+from rrl.roles.trajectories.types import StepMetrics
+from rrl.tests.manager import virtual
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {"reward": step / 10}
+
+
+class Trainer:
+    """Commits to a store that keeps the metrics of some steps, and reports to managers that come and go."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.kept: dict[int, dict[str, float]] = {}
+        self.connected = False
+        self.asked = 0
+        self.reports = CommitReports(
+            lambda step, metrics: self.told.append((step, metrics)), lambda: self.connected, self._ask_store
+        )
+
+    async def _ask_store(self, after: int) -> tuple[StepMetrics, ...]:
+        self.asked += 1
+        await asyncio.sleep(0.01)
+        return tuple(StepMetrics(step, found) for step, found in sorted(self.kept.items()) if step > after)[:3]
+
+    def commits(self, *steps: int) -> None:
+        for step in steps:
+            self.kept[step] = metrics(step)
+            self.reports.on_commit(step, metrics(step))
+
+    async def connects(self, knows: int | None) -> None:
+        self.reports.on_hello()
+        self.connected = True
+        await asyncio.sleep(0.1)
+        if knows is not None:
+            self.reports.on_welcome(knows)
+        await asyncio.sleep(1.0)
+
+    @property
+    def steps(self) -> list[int]:
+        assert all(found == metrics(step) for step, found in self.told), self.told
+        return [step for step, _ in self.told]
+
+
+def play(story: Callable[[Trainer], Awaitable[None]]) -> Trainer:
+    async def live() -> Trainer:
+        trainer = Trainer()
+        running = asyncio.create_task(trainer.reports.run())
+        await story(trainer)
+        running.cancel()
+        return trainer
+
+    return virtual.run(live())
+
+
+def test_commits_under_one_manager_are_told_at_once_without_the_store() -> None:
+    async def story(trainer: Trainer) -> None:
+        await trainer.connects(knows=0)
+        trainer.commits(1, 2)
+        assert trainer.steps == [1, 2]
+
+    assert play(story).asked == 0
+
+
+def test_commits_made_while_no_manager_lived_are_told_to_the_next_one_in_order() -> None:
+    async def story(trainer: Trainer) -> None:
+        await trainer.connects(knows=0)
+        trainer.commits(1)
+        trainer.connected = False
+        trainer.commits(2, 3, 4)
+        assert trainer.steps == [1]
+        await trainer.connects(knows=1)
+        trainer.commits(5)
+
+    assert play(story).steps == [1, 2, 3, 4, 5]
+
+
+def test_commits_of_an_earlier_life_are_told_from_the_store_before_ones_own() -> None:
+    async def story(trainer: Trainer) -> None:
+        trainer.kept |= {step: metrics(step) for step in range(1, 9)}
+        trainer.reports.on_found(8)
+        trainer.commits(9)
+        await trainer.connects(knows=2)
+
+    assert play(story).steps == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_steps_whose_metrics_nobody_keeps_any_more_are_passed_over() -> None:
+    async def story(trainer: Trainer) -> None:
+        trainer.kept |= {step: metrics(step) for step in (7, 8)}
+        trainer.reports.on_found(8)
+        await trainer.connects(knows=2)
+
+    assert play(story).steps == [7, 8]
+
+
+def test_the_newest_step_is_told_though_the_store_keeps_no_metrics_at_all() -> None:
+    async def story(trainer: Trainer) -> None:
+        trainer.reports.on_found(8)
+        await trainer.connects(knows=2)
+
+    assert play(story).told == [(8, {})]
+
+
+def test_a_manager_that_welcomes_nobody_because_the_run_ends_is_told_the_last_commit() -> None:
+    async def story(trainer: Trainer) -> None:
+        await trainer.connects(knows=None)
+        trainer.commits(5)
+        assert trainer.steps == []
+        await asyncio.sleep(2 * commit_reports.WELCOME_TIMEOUT_S)
+
+    assert play(story).steps == [5]
+
+
+def test_what_memory_cannot_hold_is_fetched_from_the_store() -> None:
+    async def story(trainer: Trainer) -> None:
+        trainer.commits(*range(1, commit_reports.MAX_KEPT + 11))
+        await trainer.connects(knows=0)
+        await asyncio.sleep(60.0)
+
+    assert play(story).steps == list(range(1, commit_reports.MAX_KEPT + 11))

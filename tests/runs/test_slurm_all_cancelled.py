@@ -1,0 +1,65 @@
+"""Everything of a run is cancelled on a real Slurm, roles and managers, and a person has it go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from rrl.manager import events as ev
+from rrl.manager.actions import Request
+from rrl.manager.state import workers
+from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_on
+from rrl.tests.lab.slurm import SlurmLab
+
+pytestmark = pytest.mark.slurm
+CLEAR_DEADLINE_S = 60.0
+"""Deadline for Slurm to end every job of a cancelled run."""
+
+
+def _cancel_everything(lab: SlurmLab) -> None:
+    """What a user does who wants to be rid of it all: ``scancel -u``; return once no job and no manager is left."""
+    lab.run_as_user(["scancel", "-u", lab.user])
+    lab.clear(CLEAR_DEADLINE_S)
+
+
+def _requests(run: TestRun) -> list[str]:
+    intended = (stamped.event.action for stamped in run.events() if isinstance(stamped.event, ev.Intended))
+    return [action.tag for action in intended if isinstance(action, Request)]
+
+
+def _status(run: TestRun) -> dict[str, Any]:
+    with run.call("status", run.run.id, "--json", stdout=subprocess.PIPE) as process:
+        out, _ = process.communicate(timeout=60)
+    status: dict[str, Any] = json.loads(out)
+    return status
+
+
+def test_managing_a_cancelled_run_again_asks_for_one_pool_only(slurm_lab: SlurmLab) -> None:
+    run = submit_on(slurm_lab, "all-cancelled", light_job("slurm", 100_000, spares=0))
+    before = run.wait_steps(2)
+    _cancel_everything(slurm_lab)
+    run.wait_gone()
+    told = _status(run)
+    assert (told["standing"], told["note"].endswith(f"rrl manage {run.run.id} goes on from step {told['step']}")) == (
+        "interrupted", True
+    ), told["note"]  # fmt: skip
+    with slurm_lab.deaf_controller():
+        assert _status(run)["standing"] == "unknown"
+    with run.call("manage", run.run.id, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as manager:
+        try:
+            state = run.wait(lambda s: s.epoch > before.epoch and s.step > before.step + 2 and all_work(s))
+            pools = [line for line in slurm_lab.jobs() if ".manager" not in line]
+            assert len(_requests(run)) == 2, f"the first pool and the one that follows it, not {_requests(run)}"
+            assert len(state.allocations) == 1, list(state.allocations)
+            assert len(pools) == 1, pools
+            assert not [one for one in workers(state) if one.failures], "a cancellation was taken for a failure"
+            with run.call("cancel", run.run.id) as cancel:
+                assert cancel.wait(90) == 0
+            assert run.wait_end().outcome == "cancelled"
+        finally:
+            manager.kill()
+    run.wait_gone()
+    check_sound(run.run)
