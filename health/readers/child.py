@@ -33,15 +33,19 @@ def run(name: str, where: str, options: ReaderOptions, line: socket.socket, pare
     source = _Source(name, where, options)
     code = 0
     try:
-        _armed(source.prepare, alarm)
-        line.sendall(frames.frame(frames.HELLO, frames.encode(source.times)))
-        while line.recv(1):
-            line.sendall(frames.reading(_armed(source.look, alarm)))
-    except (SystemExit, ConnectionError):  # asked to end, or nobody is there any more
+        try:
+            _armed(source.prepare, alarm)
+            line.sendall(frames.frame(frames.HELLO, frames.encode(source.times)))
+            while line.recv(1):
+                line.sendall(frames.reading(_armed(source.look, alarm)))
+        except (SystemExit, ConnectionError):  # asked to end, or nobody is there any more
+            pass
+        except BaseException as error:
+            print(f"rrl: reader {name}: {error!r}", file=sys.stderr, flush=True)
+            code = 1
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except SystemExit:  # the signal of a keeper's death came just after the end of its line
         pass
-    except BaseException as error:
-        print(f"rrl: reader {name}: {error!r}", file=sys.stderr, flush=True)
-        code = 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, alarm)
         with contextlib.suppress(BaseException):
@@ -103,4 +107,6 @@ def _armed(call: Callable[[], T], alarm: float) -> T:
 
 
 def _leave(number: int, at: FrameType | None) -> None:
+    """End the process, once: a second signal must not interrupt the closing of the reader."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit
