@@ -20,6 +20,7 @@ from rrl.manager.saying import say
 from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitRecord, read_exit, tag_of
 from rrl.spec.rundir import RunDir
+from rrl.spec.screen_text import escaped
 from rrl.spec.words import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of, stands_for
 from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
@@ -285,7 +286,7 @@ class Ear:
         if isinstance(message, msg.Beat):
             watch.heard(life, message.phase, message.done, message.waits_for, now)
             self._phase(message)
-            if (note := _printable(message.note)) != self._state().replica(life.replica).note:
+            if (note := escaped(message.note[:MAX_NOTE])) != self._state().replica(life.replica).note:
                 self._record(ev.Noted(life, note))
         elif isinstance(message, msg.Entered):
             watch.entered(life, message.phase, message.done, message.waits_for, now)
@@ -322,11 +323,6 @@ class Ear:
     def _phase(self, message: msg.Beat | msg.Entered) -> None:
         if self._state().replica(message.life.replica).phase != message.phase:
             self._record(ev.PhaseEntered(message.life, message.phase, message.waits_for))
-
-
-def _printable(note: str) -> str:
-    """The note on one line: it goes to terminals, and a role may send anything."""
-    return "".join(character if character.isprintable() else " " for character in note[:MAX_NOTE])
 
 
 def speaks_for_itself(state: State, life: Life) -> bool:

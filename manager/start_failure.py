@@ -18,6 +18,7 @@ from rrl.manager.hold import PREFIX
 from rrl.manager.resuming import ordered_at
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
+from rrl.spec.screen_text import escaped
 
 HOST_FILE = "host"
 """in the folder of submitit: name of the machine that the manager of a local run was started on"""
@@ -103,5 +104,4 @@ def _tail(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    shown = ("".join(c if c.isprintable() else "?" for c in line.strip()) for line in text.splitlines())
-    return [line for line in shown if line]  # a terminal shows it: no escape sequence of a program may reach it
+    return [escaped(line) for line in map(str.strip, text.splitlines()) if line]

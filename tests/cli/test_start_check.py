@@ -81,7 +81,7 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
     assert app.run(["status"]) == 0
     told = capsys.readouterr().out
     assert told == (f"fresh-1: rejected: all 2 managers ended before the run began; the last line logged: NoAddress:"
-                    f" ?]0;none (logs: {run.submit})\n")  # fmt: skip
+                    rf" \x1b]0;none (logs: {run.submit})" "\n")  # fmt: skip
     assert app.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "rejected"
 

@@ -107,7 +107,7 @@ def test_note_of_a_replica_is_recorded_when_it_changes_and_cannot_move_the_curso
     for note in ("waits for \x1b[2Jgroup 3\n", "waits for \x1b[2Jgroup 3\n", ""):
         hearing.hear(msg.Beat(R1, "generate", 1, note=note))
     noted = [event for event in hearing.events if isinstance(event, ev.Noted)]
-    assert noted == [ev.Noted(R1, "waits for  [2Jgroup 3 "), ev.Noted(R1, "")]
+    assert noted == [ev.Noted(R1, r"waits for \x1b[2Jgroup 3\n"), ev.Noted(R1, "")]
 
 
 def test_a_launched_process_is_admitted_once_and_its_launch_is_settled(hearing: Hearing) -> None:
