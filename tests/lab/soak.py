@@ -181,9 +181,13 @@ def _end(run: TestRun, tally: Tally) -> None:
             run.wait(lambda state: state.step > before.step, 4 * DEADLINE)  # its faults go on until it ends
         except AssertionError as error:
             tally.violate(f"{run.run.id} does not come back to work: {str(error)[:2000]}")
-        cancel = run.call("cancel", run.run.id, stdout=subprocess.DEVNULL)
-        if cancel.wait(timeout=4 * DEADLINE):
-            tally.violate(f"{run.run.id} could not be cancelled")
+        # A fault may kill the manager at this very moment. The command then says that nobody is there and leaves its
+        # request behind, for the next manager.
+        run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(timeout=4 * DEADLINE)
+        try:
+            run.wait(lambda state: state.outcome is not None, 4 * DEADLINE)
+        except AssertionError as error:
+            tally.violate(f"{run.run.id} could not be cancelled: {str(error)[:2000]}")
     if (outcome := run.state().outcome) is not Outcome.CANCELLED:
         tally.violate(f"{run.run.id} ended as {outcome}: {run.state().why}")
 
