@@ -59,7 +59,7 @@ def test_a_freeze_for_a_time_ends_by_itself_and_both_are_told(tmp_path: Path) ->
             await eventually(lambda: state(role) == "T")
             over = await here.manager.hears(Injected, lambda answer: answer.ended)
             assert over.detail == "SIGCONT: it runs again"
-            assert state(role) == "S"
+            await eventually(lambda: state(role) == "S")  # it may just be running
             assert not mark(at, launch).exists()
 
     with lab(tmp_path) as at:
@@ -129,7 +129,7 @@ def test_a_holder_that_is_killed_leaves_its_target_running_and_the_agent_says_so
             os.kill(int(mark(at, launch).read_text().partition(".")[0]), signal.SIGKILL)
             over = await here.manager.hears(Injected, lambda answer: answer.ended)
             assert over.detail == "its holder was killed"
-            assert state(role) == "S"
+            await eventually(lambda: state(role) == "S")  # it may just be running
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
