@@ -3,7 +3,8 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11) python3.11)
 BIN := .venv/bin
 EXTRAS := dev,torch,ucx,nixl
-WORKERS ?= 2
+# pytest's processes: one more than two cores, since whole runs mostly wait
+WORKERS ?= 3
 VLLM := .venv-vllm/bin
 
 .PHONY: setup setup-vllm smollm2 demo demo-slurm test test-security test-vllm test-long test-slurm-versions slurm check bench clean soak
