@@ -161,7 +161,7 @@ def _check_regular(about: os.stat_result) -> None:
 
 
 def _has_hole(fd: int, size: int) -> bool:
-    """A part of the file was never written. A file system that cannot tell says that there is none."""
+    """Return whether a part of the file was never written; False where the file system cannot tell."""
     try:
         return bool(size) and os.lseek(fd, 0, os.SEEK_HOLE) < size
     except OSError:
@@ -171,7 +171,7 @@ def _has_hole(fd: int, size: int) -> bool:
 
 
 def _uid(name: str) -> int | None:
-    """Of the user whom a folder is named after; None where there is no such user."""
+    """Return the uid of the user that a folder is named after, or None where there is no such user."""
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError:
@@ -179,7 +179,7 @@ def _uid(name: str) -> int | None:
 
 
 def _names(uid: int) -> tuple[str, ...]:
-    """What the folder of a user may be called; the first is what the user is called in a report."""
+    """Return the names that a user's folder may have. The first is the user's name in reports."""
     try:
         return (pwd.getpwuid(uid).pw_name, str(uid))
     except KeyError:

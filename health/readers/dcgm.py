@@ -97,7 +97,8 @@ class DcgmReader:
     def _run(
         self, argv: list[str], within: float, understand: Callable[[str], tuple[DcgmIncident, ...]]
     ) -> tuple[DcgmIncident, ...]:
-        """What a ``dcgmi`` command says, if it and the host engine that it asks may be believed. Raises _Unread."""
+        """Run a ``dcgmi`` command and return the incidents that ``understand`` finds in its output. Raises _Unread,
+        also where the program or the host engine that it asks belongs neither to root nor to the site's user."""
         try:
             trusted = trusted_uids(self._options.dcgm_user)
             check_program(argv[0], trusted)

@@ -164,7 +164,7 @@ class Freshness:
         return inf if self._most is None else self._most + 1
 
     def _places(self, weights: int) -> int:
-        """Groups that the steps from the next one to the last one for these weights take in all."""
+        """Return how many groups fit into the steps from the next one up to the last that may train these weights."""
         assert self._most is not None
         return self._per_batch * (weights + 1 + self._most - self._state.latest)
 

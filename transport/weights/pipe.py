@@ -223,7 +223,7 @@ def _choose_auto(here: Here) -> Choice:
 
 
 def look_here() -> Here:
-    """Of this machine. Imports nothing."""
+    """Return what this machine has: packages by name, and RDMA ports. Imports nothing."""
     return Here(frozenset(kind for kind in PACKAGES if package(kind) is not None), active_rdma_ports())
 
 

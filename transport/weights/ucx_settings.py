@@ -45,7 +45,7 @@ class Resource(Struct, frozen=True):
 
 
 def active_rdma_ports(infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
-    """The active ports of this node's RDMA devices, RoCE included, as UCX names them (``mlx5_0:1``)."""
+    """Return the active ports of this node's RDMA devices, RoCE included, as UCX names them (``mlx5_0:1``)."""
     ports = []
     for state in sorted(infiniband.glob("*/ports/*/state")):
         try:
@@ -58,7 +58,7 @@ def active_rdma_ports(infiniband: Path = _INFINIBAND) -> tuple[str, ...]:
 
 
 def without_tcp(transports: str) -> str:
-    """``UCX_TLS`` with the same meaning, less TCP. An empty ``transports`` stands for UCX's default, which is all.
+    """Return ``UCX_TLS`` with the same meaning, but without TCP. An empty ``transports`` stands for UCX's default: all.
 
     Raises ValueError where nothing would be left.
     """
@@ -94,12 +94,12 @@ def limits(
 
 
 def resources(context_info: str) -> tuple[Resource, ...]:
-    """From the text of ``ucp_context_print_info``."""
+    """Parse the text of ``ucp_context_print_info``."""
     return tuple(Resource(*found) for found in _RESOURCE.findall(context_info))
 
 
 def rdma_resources(found: Iterable[Resource], rdma_ports: Sequence[str]) -> tuple[Resource, ...]:
-    """Those that go over one of these ports."""
+    """Return the resources that use one of these ports."""
     return tuple(one for one in found if one.device in rdma_ports)
 
 
