@@ -22,6 +22,7 @@ from rrl.spec.rundir import RunDir
 
 if TYPE_CHECKING:  # both take long to import, and most runs that are looked at are well
     from rrl.manager.cluster.slurm_text import Job
+    from rrl.manager.lease import Holder
 
 STALE_LEASES = 3.0
 """A lease that was not renewed for so many times its length is stale: a manager renews it five times in each, so that
@@ -78,14 +79,18 @@ def stale_lease(run: RunDir, state: State) -> str:
         held, renewed = holder(run), renewed_at(run)
     except OSError as error:
         raise Failed(f"{run.epochs}: {error.strerror}") from None
-    if held is None:
-        return "none is running"
-    if held.host == socket.gethostname() and not os.path.exists(f"/proc/{held.pid}"):
+    if surely_gone(held):
         return "none is running"
     age = time.time() - renewed  # by two clocks, so that a large difference either way only makes us ask
     if abs(age) <= STALE_LEASES * state.job.limits.lease:
         return ""
     return f"no sign of it for {span(max(0.0, age))}"
+
+
+def surely_gone(held: Holder | None) -> bool:
+    """Return whether this machine can tell for certain that no manager lives: nobody holds the lease, or its holder's
+    process ran here and has ended."""
+    return held is None or (held.host == socket.gethostname() and not os.path.exists(f"/proc/{held.pid}"))
 
 
 def owner_of(run: RunDir) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from typing import Any
@@ -12,7 +11,7 @@ import msgspec
 from rich.console import Group, RenderableType
 
 from rrl.cli.asking import Failed, Reader, find_run, job_of, summary_of
-from rrl.cli.run_jobs import Liveness, liveness
+from rrl.cli.run_jobs import Liveness, liveness, surely_gone
 from rrl.cli.screen import console, print_json, print_line, show
 from rrl.cli.start_check import StartCheck
 from rrl.cli.views.status import standing, status_view
@@ -90,16 +89,14 @@ def waiting(run: RunDir, start_failure: str) -> str:
 
 
 def manager_gone(run: RunDir) -> str:
-    """Says so when this machine can tell for certain that no manager lives; else nothing."""
+    """Return that no manager lives, and what to do, where this machine can tell for certain; else an empty text."""
     from rrl.manager.lease import holder
 
     try:
         held = holder(run)
     except OSError as error:
         raise Failed(f"{run.epochs}: {error.strerror}") from None
-    if held is not None and (held.host != socket.gethostname() or os.path.exists(f"/proc/{held.pid}")):
-        return ""
-    return f"none is running; the roles go on. Start one: rrl manage {run.id}"
+    return f"none is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(held) else ""
 
 
 def storage_trouble(run: RunDir) -> str:
