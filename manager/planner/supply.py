@@ -111,7 +111,7 @@ def _replacements(
     refusals = refusals_of(state, part, now)
     window = state.job.recovery.window
     lacking = [replica for replica in (*assigned.lacking, *assigned.staying) if replica.role in part.roles]
-    lacking += [] if refusals else _resting(state, assigned, part, now)
+    lacking += [] if refusals or lacking else _resting(state, assigned, part, now)
     coming = rooms.coming(part.name)
     missing = nodes_for(state, lacking) + _spares(state, rooms, assigned, part) - coming
     if missing <= 0:
@@ -151,7 +151,9 @@ def _spares(state: State, rooms: Rooms, assigned: Assignment, part: Part) -> int
 
 def _resting(state: State, assigned: Assignment, part: Part, now: float) -> list[Replica]:
     """Gone on without, due for another chance, and no node of ours can take them. Where that is refused, too, they are
-    not asked for again before the refusal has left the window; what is queued stays so and is used when it comes."""
+    not asked for again before the refusal has left the window; what is queued stays so and is used when it comes.
+    They are not asked for while others lack nodes either: a new request once a window would keep up the others' hope
+    of a node for ever, and neither would be gone on without."""
     window = state.job.recovery.window
     return [
         replica for members in gangs(state) for replica in members

@@ -75,6 +75,10 @@ def test_failures_of_single_replicas_change_no_other_replicas_incarnation(blows:
     [("lose node", STORE, 0.0), ("refuse launches", REPLICAS[3], 15.0), ("kill", REPLICAS[3], 0.0),
      ("lose node", STORE, 0.0), ("lose node", TRAINER, 0.0)], 0, False,
 )  # fmt: skip
+@example(  # two rollouts lack nodes for good: what is asked for to try one again is no hope for the other
+    [("lose node", REPLICAS[3], 15.0), ("lose node", REPLICAS[5], 0.0), ("lose node", STORE, 0.0),
+     ("lose node", TRAINER, 0.0), ("lose node", REPLICAS[4], 0.0)], 0, False,
+)  # fmt: skip
 def test_no_sequence_of_failures_ends_otherwise_than_working_degraded_or_over(
     blows: list[Blow], spares: int, refuse: bool
 ) -> None:

@@ -63,7 +63,8 @@ def test_the_quickstart_learns_from_vllm_though_a_rollout_is_killed(folder: Path
     assert len(worst) > 50
     assert max(worst.values()) < ATOL
     recorded.load(min(worst), model)
-    assert recorded.worst(max(worst), model, 1.0) > 0.1, "the first version and the last cannot be told apart"
+    later = sorted(worst)[len(worst) // 2 :]  # the last one alone may have few tokens, all of them sure by now
+    assert max(recorded.worst(step, model, 1.0) for step in later) > 10 * ATOL, "versions cannot be told apart"
 
 
 def test_a_pretrained_model_is_trained_though_its_rollout_and_its_trainer_are_killed(
