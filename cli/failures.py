@@ -12,6 +12,7 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Decision, Fence, Finish, Launch, RestartAll, StopStep
 from rrl.manager.fold_marks import DRAIN, UNDRAIN
 from rrl.spec.faults import TRAITS, Hits
+from rrl.spec.launch import ExitReason, exit_text
 from rrl.spec.words import AGENT, SHADOW, Finding, Life, NodeName, Verdict, role_of
 
 STACKS_NEAR = 60.0
@@ -137,11 +138,11 @@ class _Account:
         life = event.life
         if life in self.found:
             self.found[life] = structs.replace(self.found[life], over=True)
-        if self._ending or life in self._asked or event.why == "asked" or event.code == 0:
+        if self._ending or life in self._asked or event.reason is ExitReason.STOPPED or event.code == 0:
             return
         number = event.signal
         how = f"exit code {event.code}, " if event.code is not None else f"{_signal(number)}, " if number else ""
-        self._failed(life, at, f"its step ended: {how}{event.why}", over=True)
+        self._failed(life, at, f"its step ended: {how}{exit_text(event.reason, event.detail)}", over=True)
 
     def _failed(self, life: Life, at: float, *told: str, over: bool = False) -> None:
         held = self.found.get(life)

@@ -24,12 +24,16 @@ from rrl.health.pace import Paces
 from rrl.health.probes import NO_HANDLER
 from rrl.health.usual import Usual
 from rrl.spec.jobview import Limits
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
 
 __all__ = ["BEATS_MISSED", "FLAPS", "FLAP_WINDOW", "NodeSighting", "ReplicaSighting", "StepEnd", "Watch"]
 
 STARTING = "starting"
 """what a worker says before its first phase; how long that took says nothing of the next start, on another node"""
+
+_NOT_WANTED = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
+"""ends of steps that were not, or are no longer, the one that counts"""
 
 
 class Watch:
@@ -213,12 +217,13 @@ class Watch:
             seen.probes.answer(ok, detail, now)
 
     def step_ended(
-        self, life: Life, code: int | None, signal: int | None, why: str, now: float, said: str = ""
-    ) -> None:
-        """Its exit record, told or read; the first one counts. ``unwanted: …`` is a step that was never admitted, maybe
-        the second of its tag: it says nothing about the one that was, and if none was, none will join."""
-        if (seen := self._known(life)) and seen.exit is None and not why.startswith("unwanted"):
-            seen.exit = StepEnd(code, signal, why, now, said)
+        self, life: Life, code: int | None, signal: int | None, reason: ExitReason, now: float, said: str = "",
+        detail: str = "",
+    ) -> None:  # fmt: skip
+        """Take the exit record of a step; the first one counts. The record of a step that was not admitted, or was
+        fenced, is ignored: it may be the second step of its tag, and says nothing about the first."""
+        if (seen := self._known(life)) and seen.exit is None and reason not in _NOT_WANTED:
+            seen.exit = StepEnd(code, signal, reason, now, said, detail)
 
     def gone(self, life: Life, now: float) -> None:
         """The agent witnessed that its first process is no more, without an exit record."""

@@ -144,6 +144,21 @@ class Remedy(StrEnum):
     SUPPORT = "support"
 
 
+class Flag(StrEnum):
+    """What is special about a finding, beside its verdict and cause: for whoever decides something by it."""
+
+    NOT_STARTED = "not_started"
+    """a command could not be started at all; its first evidence says why"""
+    OBSERVED = "observe_only"
+    """the job's or the site's settings keep it from having consequences"""
+    HELD_BACK = "held_back"
+    """it was downgraded, because something shared by several nodes is the likelier cause"""
+    UNAVAILABLE = "unavailable"
+    """nothing on this node can answer the check"""
+    ON_MOST_NODES = "on_most_nodes"
+    """the same was found on most nodes of the run at nearly the same time"""
+
+
 class Evidence(Struct, frozen=True):
     """One reading that speaks for or against a replica or node. ``at`` is the manager's receipt time (s)."""
 
@@ -169,6 +184,7 @@ class Finding(Struct, frozen=True):
     proof: bool = False
     part: str = ""
     """of the node, what it is about: a GPU's UUID, a port (``mlx5_0/1``), a path; empty: the whole"""
+    flags: tuple[Flag, ...] = ()
 
     @property
     def key(self) -> str:
