@@ -21,11 +21,10 @@ from rrl.health.last_seen import (
 )  # fmt: skip
 from rrl.health.lessons import Lesson
 from rrl.health.pace import Paces
-from rrl.health.probes import NO_HANDLER
 from rrl.health.usual import Usual
 from rrl.spec.jobview import Limits
 from rrl.spec.launch import ExitReason
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
+from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ProbeResult, ReplicaId, gang_of, role_of
 
 __all__ = ["BEATS_MISSED", "FLAPS", "FLAP_WINDOW", "NodeSighting", "ReplicaSighting", "StepEnd", "Watch"]
 
@@ -209,12 +208,12 @@ class Watch:
             seen.probes.ask(now)
             seen.role.tries += not seen.role.answers and loops(seen)
 
-    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None:
-        """Its answer. ``probes.NO_HANDLER`` as the detail: it lives, and cannot be asked for more."""
+    def answered(self, life: Life, result: ProbeResult, detail: str, now: float) -> None:
+        """Take the answer to a probe; ``detail`` is for people."""
         if seen := self._known(life):
-            if ok and detail != NO_HANDLER and seen.probes.asked_at is not None and loops(seen):
+            if result is ProbeResult.WORKS and seen.probes.asked_at is not None and loops(seen):
                 self._vouch(seen)
-            seen.probes.answer(ok, detail, now)
+            seen.probes.answer(result, detail, now)
 
     def step_ended(
         self, life: Life, code: int | None, signal: int | None, reason: ExitReason, now: float, said: str = "",

@@ -94,7 +94,7 @@ def _so(action: Outside, observed: Observed) -> bool:
     seen = (observed.nodes or {}).get(action.node)
     if seen is None or seen.state is NodeState.UNKNOWN:
         return False
-    ours = seen.state is NodeState.DRAINING and seen.detail.endswith(f": {action.reason}")
+    ours = seen.state is NodeState.DRAINING and seen.reason == action.reason
     return ours is isinstance(action, Drain)
 
 

@@ -159,6 +159,20 @@ class Flag(StrEnum):
     """the same was found on most nodes of the run at nearly the same time"""
 
 
+class ProbeResult(StrEnum):
+    """What a worker replies to a probe."""
+
+    WORKS = "works"
+    FAILED = "failed"
+    """the handler raised"""
+    NO_HANDLER = "no_handler"
+    """the process lives; its role has registered nothing that a probe could call"""
+
+
+STACKS = "stacks"
+"""source of evidence that was read off the stacks of processes"""
+
+
 class Evidence(Struct, frozen=True):
     """One reading that speaks for or against a replica or node. ``at`` is the manager's receipt time (s)."""
 
@@ -185,6 +199,9 @@ class Finding(Struct, frozen=True):
     part: str = ""
     """of the node, what it is about: a GPU's UUID, a port (``mlx5_0/1``), a path; empty: the whole"""
     flags: tuple[Flag, ...] = ()
+    shared: tuple[Cause, str, str] | None = None
+    """of a finding about the run as a whole: the cause, detector and part that findings of several nodes or replicas
+    have in common"""
 
     @property
     def key(self) -> str:

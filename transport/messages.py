@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from rrl.spec.faults import Fault
 from rrl.spec.launch import ExitReason
-from rrl.spec.words import Finding, Life, NodeName, ReplicaId, Version
+from rrl.spec.words import Finding, Life, NodeName, ProbeResult, ReplicaId, Version
 
 PROTOCOL = 2
 """Version of this conversation; what a peer of another version says is dropped and counted."""
@@ -168,9 +168,9 @@ class Probed(Struct, frozen=True, tag=True):
 
     life: Life
     id: int
-    ok: bool
+    result: ProbeResult
     detail: str = ""
-    """what was done for it, or why it failed"""
+    """what was done for it, or why it failed; for people"""
 
 
 class Stacks(Struct, frozen=True, tag=True):

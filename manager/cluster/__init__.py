@@ -127,6 +127,8 @@ class NodeSeen(Struct, frozen=True):
     state: NodeState
     detail: str = ""
     """the cluster's own words: state with flags, reason"""
+    reason: str = ""
+    """the reason that whoever drained it gave: equal to that of a drain of ours where the drain is ours"""
 
 
 class AllocationSeen(Struct, frozen=True):

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from rrl.health import guards
 from rrl.health.guards import detect
-from rrl.health.probes import NO_HANDLER
 from rrl.health.progress import waits
 from rrl.health.sightings import Watch
 from rrl.health.standing import ENDLESS
 from rrl.health.suspicion import to_probe
 from rrl.spec.jobview import Limits, PhaseView
 from rrl.spec.launch import ExitReason
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, role_of
+from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
 
 SHORT = Limits(
@@ -195,7 +194,7 @@ unlikely = st.one_of(
     st.tuples(st.just("gone"), lives),
     st.tuples(st.just("load"), lives, loads),
     st.tuples(st.just("asked"), lives),
-    st.tuples(st.just("answered"), lives, st.booleans(), st.sampled_from(["", NO_HANDLER])),
+    st.tuples(st.just("answered"), lives, st.sampled_from(ProbeResult), st.just("")),
     st.tuples(st.just("leaving"), lives),
     st.tuples(st.just("postponed"), lives),
     st.tuples(st.just("goodbye"), lives),

@@ -229,7 +229,7 @@ class Site:
 
     def _node(self, node: NodeName) -> NodeSeen:
         reason = self.drained.get(node)
-        return NodeSeen(NodeState.UP) if reason is None else NodeSeen(NodeState.DRAINING, f"drained: {reason}")
+        return NodeSeen(NodeState.UP) if reason is None else NodeSeen(NodeState.DRAINING, f"drained: {reason}", reason)
 
     # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

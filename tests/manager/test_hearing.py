@@ -18,7 +18,7 @@ from rrl.manager.hearing import Ear
 from rrl.manager.state import State, Status
 from rrl.spec.launch import ExitReason, ExitRecord, tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Version
+from rrl.spec.words import Life, NodeName, Outcome, ProbeResult, ReplicaId, Version
 from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
 from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
@@ -270,9 +270,9 @@ def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing
     hearing.ear.answered = heard.append
     hearing.hear(WANTED, HELLO)
     hearing.events.clear()
-    mine = msg.Probed(R1, 7, True, "a token")
-    hearing.hear(msg.Probed(R1, 7, True, "said by a stranger"), peer=b"stranger")
-    hearing.hear(msg.Probed(R2, 7, True, "of nobody who is believed"))
+    mine = msg.Probed(R1, 7, ProbeResult.WORKS, "a token")
+    hearing.hear(msg.Probed(R1, 7, ProbeResult.WORKS, "said by a stranger"), peer=b"stranger")
+    hearing.hear(msg.Probed(R2, 7, ProbeResult.WORKS, "of nobody who is believed"))
     hearing.hear(mine)
     assert (heard, hearing.events) == ([mine], [])
 

@@ -325,15 +325,15 @@ def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
 
 
 OURS = "rrl:small-1:gpu: xid"
-DRAINED = NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}")
+DRAINED = NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
 
 
 @pytest.mark.parametrize(("action", "seen", "so"), [
     (Drain(N1, OURS, WHY), DRAINED, True),
-    (Drain(N1, OURS, WHY), NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan"), False),
-    (Drain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}"), False),  # 24.11 keeps old reasons
+    (Drain(N1, OURS, WHY), NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan", "bad fan"), False),
+    (Drain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}", OURS), False),  # 24.11 keeps old reasons
     (Undrain(N1, OURS, WHY), DRAINED, False),
-    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}"), True),
+    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}", OURS), True),
     (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UNKNOWN, "not known to Slurm"), False),
 ])  # fmt: skip
 def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(

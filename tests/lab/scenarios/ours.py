@@ -27,7 +27,7 @@ from rrl.spec.health_checks import Rules
 from rrl.spec.jobview import HealthView, Limits, PhaseView
 from rrl.spec.launch import ExitReason
 from rrl.spec.phases import PHASES
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, index_of, role_of
+from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, index_of, role_of
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.hardware import PACE, UPTIME
 from rrl.tests.lab.scenarios.judge import Believed
@@ -168,8 +168,8 @@ class Ours:
             self._news = True
         return asked
 
-    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None:
-        self._watch.answered(life, ok, detail, now)
+    def answered(self, life: Life, result: ProbeResult, detail: str, now: float) -> None:
+        self._watch.answered(life, result, detail, now)
         self._news = True
 
     # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────
