@@ -48,15 +48,15 @@ def unfit(folder: Path, chat: bool, longest: int | None = None) -> Unfit | None:
             fix = f"name a folder that save_pretrained of transformers made of a {made_by}"
             return Unfit("path", f"{str(folder)!r} has no {pattern}; {fix}")
     try:
-        said = read_json(folder / TOKENIZER_CONFIG)
+        settings = read_json(folder / TOKENIZER_CONFIG)
         kinds, too_long = [*_kinds(folder)], [*_lengths(folder, longest)]
-        others = [*_weights(folder), *_tokens(folder, said)]
+        others = [*_weights(folder), *_tokens(folder, settings)]
     except ValueError as error:
         return Unfit("path", str(error))
     for key, texts in (("path", kinds), ("max_length", too_long), ("path", others)):
         if texts:
             return Unfit(key, texts[0])
-    if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in said:
+    if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in settings:
         return Unfit("chat", f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}")
     return None
 

@@ -131,7 +131,7 @@ def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its
 ) -> None:
     why = f"{STEP} runs on n9, and was launched on n1"
     assert hearing.hear(msgspec.structs.replace(WANTED, node=NodeName("n9"))) == [msg.Admitted(STEP, False, why)]
-    assert hearing.events == [ev.Done(STEP, False, why)]
+    assert hearing.events == [ev.Done(STEP, False, why, reason=RejectReason.REFUSED)]
     held = hearing.state.replica(R1.replica) if hearing.state else None
     assert held is not None
     assert (held.status, held.failures[-1].refused, held.first) == (Status.WANTED, True, None)
