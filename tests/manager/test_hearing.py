@@ -12,7 +12,7 @@ import pytest
 from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.actions import Finish, Launch, Request, Why
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, RejectReason
 from rrl.manager.fold import fold
 from rrl.manager.hearing import Ear
 from rrl.manager.state import State, Status

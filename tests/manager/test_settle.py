@@ -257,7 +257,9 @@ def test_a_launch_whose_step_never_appears_counts_as_refused_after_the_quiet_per
     assert looks.look(steps(), at=QUIET + 1) == []
     assert looks.look(steps(STEP), at=QUIET + 2) == []
     assert looks.look(steps(), at=QUIET + 3) == []
-    assert looks.look(steps(), at=QUIET + 4) == [ev.Done(STEP, False, "its step never appeared")]
+    assert looks.look(steps(), at=QUIET + 4) == [
+        ev.Done(STEP, False, "its step never appeared", reason=RejectReason.NEVER_APPEARED)
+    ]
 
 
 def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_cluster_did_not_start() -> None:
