@@ -126,7 +126,7 @@ def pending(seen: Seen) -> set[str]:
 
 
 def tells_nothing(finding: Finding) -> bool:
-    """UNKNOWN, and no reason to doubt the node: it was not expected to be known."""
+    """Return whether the finding is UNKNOWN and no reason to doubt the node: nothing was expected to be known."""
     return finding.verdict is Verdict.UNKNOWN and Flag.UNAVAILABLE in finding.flags
 
 

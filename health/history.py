@@ -91,6 +91,7 @@ class Found(Struct, frozen=True, tag_field="kind", tag="found"):
     injected: bool = False
     """a fault was injected there: it says nothing about the node"""
     flags: tuple[Flag, ...] = ()
+    """of the finding, so that a report need not read its evidence"""
 
 
 class Acted(Struct, frozen=True, tag_field="kind", tag="acted"):

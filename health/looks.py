@@ -31,6 +31,7 @@ class Bad(Struct, frozen=True):
     source: str = ""
     """of the evidence; empty: the check's first reader"""
     flags: tuple[Flag, ...] = ()
+    """of the finding that is made of it"""
 
 
 class Unknown(Struct, frozen=True):

@@ -68,7 +68,8 @@ def not_launched(state: State, at: float, action: Launch, event: ev.Done) -> Sta
         return with_replica(state, id, status=Status.WANTED, since=at, prefer=action.node)
     if event.reason is RejectReason.NOT_HELD:  # later looks say what became of the allocation; nobody has failed yet
         return with_replica(state, id, status=Status.WANTED, since=at, prefer=action.node, not_before=at + RETURN_PAUSE)
-    state = _unstarted(state, id) if event.reason in _FAILED_STARTS else state
+    if event.reason in _FAILED_STARTS:
+        state = _unstarted(state, id)
     not_started = event.detail if event.reason is RejectReason.NOT_STARTED else None
     state = failed(state, at, id, Status.WANTED, event.detail, refused=True, not_started=not_started)
     return state if action.shadow is None else with_replica(state, id, prefer=action.node)

@@ -206,7 +206,8 @@ def _unfit_figures(kind: FaultKind, seconds: float, amount: float) -> Unfit | No
     if amount and not traits.amount:
         return Unfit(Misfit.OTHER, f"{kind} takes no amount")
     if kind is FaultKind.SLOW and not 0 < amount < 1:
-        return Unfit(Misfit.NO_AMOUNT, "slow needs amount, the share of time left to its target, between 0 and 1")
+        share = "the share of time that is left to its target, between 0 and 1"
+        return Unfit(Misfit.NO_AMOUNT, f"slow needs amount, {share}")
     if kind is FaultKind.EXIT and not (amount == int(amount) and 0 <= amount <= MOST_CODE):
         return Unfit(Misfit.NO_AMOUNT, f"exit needs amount, the exit code, from 0 to {MOST_CODE}")
     if kind is FaultKind.DELAY and not amount:

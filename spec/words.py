@@ -199,6 +199,7 @@ class Finding(Struct, frozen=True):
     part: str = ""
     """of the node, what it is about: a GPU's UUID, a port (``mlx5_0/1``), a path; empty: the whole"""
     flags: tuple[Flag, ...] = ()
+    """what decisions go by beside verdict, cause and remedy; never the text of the evidence"""
     shared: tuple[Cause, str, str] | None = None
     """of a finding about the run as a whole: the cause, detector and part that findings of several nodes or replicas
     have in common"""

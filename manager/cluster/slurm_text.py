@@ -171,8 +171,9 @@ def read_jobs(text: str) -> list[Job]:
         leader, plus, offset = shown.partition("+")
         component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
         left, taken = _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
-        end_ = _ENDS.get(word, JobEnd.OTHER) if state is AllocationState.ENDED else None
-        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, left, taken, *component, end_))
+        how_it_ended = _ENDS.get(word, JobEnd.OTHER) if state is AllocationState.ENDED else None
+        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, left, taken, *component,
+                        how_it_ended))  # fmt: skip
     return jobs
 
 
