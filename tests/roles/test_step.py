@@ -186,7 +186,7 @@ def test_a_step_thwhenthe_next_manager_does_not_want_ends_its_role(tmp_path: Pat
             await at.end_of(step)
             record = at.record(launch)
             assert record is not None
-            assert (record.signal, text_of(record)) == (signal.SIGKILL, "fenced: replaced")
+            assert (record.signal, text_of(record)) == (signal.SIGKILL, "not admitted: replaced")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -262,6 +262,20 @@ def test_a_fenced_role_gets_no_grace(tmp_path: Path) -> None:
             await manager.tell(launch.life, Stop(launch.life, 1000.0, "finish"))
             await manager.tell(launch.life, Fenced(launch.life, "superseded"))
             assert (await manager.hears(StepExit)).signal == signal.SIGKILL
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
+def test_a_step_that_is_fenced_records_the_reason(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*SLEEP)
+            at.start(launch)
+            await command(at, launch)
+            await manager.tell(launch.life, Fenced(launch.life, "superseded"))
+            end = await manager.hears(StepExit)
+            assert (end.reason, end.detail) == (ExitReason.FENCED, "superseded")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
