@@ -179,7 +179,7 @@ def trained_tokens(run: RunDir) -> tuple[list[int], list[float], int]:
     steps = [[each for group in bound[number] for each in groups[group]] for number in range(1, STEPS + 1)]
     ages = [number - 1 - min(oldest[each] for each in step) for number, step in enumerate(steps, 1)]
     audit = msgspec.json.decode((run.store / "audit.json").read_bytes())
-    dropped = sum(count for reason, count in audit["dropped"].items() if reason.startswith("stale"))
+    dropped = audit["stale"]
     return ages, [mean(scores[each] for each in step) for step in steps], dropped
 
 

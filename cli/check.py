@@ -187,9 +187,8 @@ def _model(job: Job, path: Path) -> list[str]:
             return [f"model.path = {model.path!r} does not exist on this machine; it must on the nodes"]
         wrong = Trouble(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
                         " (of a model on a hub: download it first)")  # fmt: skip
-    elif why := unfit(folder, model.chat, model.max_length):
-        about = "chat" if "chat template" in why else "max_length" if why.startswith("max_length") else "path"
-        wrong = Trouble(("model", about), why)
+    elif wrong_model := unfit(folder, model.chat, model.max_length):
+        wrong = Trouble(("model", wrong_model.key), wrong_model.text)
     elif job.sampling.max_new_tokens >= (longest := max_length({"path": model.path, "max_length": model.max_length})):
         said = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
         wrong = Trouble(("sampling", "max_new_tokens"), f"{said} in all; lower it")

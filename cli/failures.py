@@ -12,7 +12,8 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Decision, Fence, Finish, Launch, RestartAll, StopStep
 from rrl.manager.fold_marks import DRAIN, UNDRAIN
 from rrl.spec.faults import TRAITS, Hits
-from rrl.spec.words import AGENT, SHADOW, Finding, Life, NodeName, Verdict, role_of
+from rrl.spec.launch import ExitReason, exit_text
+from rrl.spec.words import AGENT, SHADOW, STACKS, Finding, Life, NodeName, Verdict, role_of
 
 STACKS_NEAR = 60.0
 """s between a failure and stacks that tell something of it"""
@@ -35,6 +36,8 @@ class Failure(Struct, frozen=True):
     back: Life | None = None
     """the life that took its place and worked (an agent or a role without a first unit of work: that joined)"""
     back_at: float | None = None
+    stacks: bool = False
+    """``told`` has what its stacks showed"""
 
 
 def failures(events: Iterable[ev.Stamped]) -> list[Failure]:
@@ -91,7 +94,7 @@ class _Account:
             return failure
         at, taken = self._stacks[failure.life]
         said = [*taken.groups, *([f"whole: {taken.file}"] if taken.file else [])]
-        if abs(at - failure.at) > STACKS_NEAR or any(line.endswith(said[0]) for line in failure.told):
+        if abs(at - failure.at) > STACKS_NEAR or failure.stacks:
             return failure
         return structs.replace(failure, told=(*failure.told, *(f"stacks: {line}" for line in said)))
 
@@ -128,6 +131,8 @@ class _Account:
         told = [f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence]
         if finding.life is not None:
             self._failed(finding.life, at, *told)
+            if any(one.source == STACKS for one in finding.evidence):
+                self.found[finding.life] = structs.replace(self.found[finding.life], stacks=True)
         elif finding.node is not None:
             held = self.found.get(finding.node)
             if held is None:
@@ -137,11 +142,11 @@ class _Account:
         life = event.life
         if life in self.found:
             self.found[life] = structs.replace(self.found[life], over=True)
-        if self._ending or life in self._asked or event.why == "asked" or event.code == 0:
+        if self._ending or life in self._asked or event.reason is ExitReason.STOPPED or event.code == 0:
             return
         number = event.signal
         how = f"exit code {event.code}, " if event.code is not None else f"{_signal(number)}, " if number else ""
-        self._failed(life, at, f"its step ended: {how}{event.why}", over=True)
+        self._failed(life, at, f"its step ended: {how}{exit_text(event.reason, event.detail)}", over=True)
 
     def _failed(self, life: Life, at: float, *told: str, over: bool = False) -> None:
         held = self.found.get(life)

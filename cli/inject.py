@@ -20,13 +20,13 @@ from rrl.manager.journal import replay
 from rrl.manager.mailbox import Letter
 from rrl.manager.orders import refusal
 from rrl.manager.state import State
-from rrl.spec.faults import At, Fault, FaultKind, concrete, read_at
+from rrl.spec.faults import At, Fault, FaultKind, Misfit, concrete, read_at
 from rrl.spec.jobview import JobView
 from rrl.spec.rundir import RunDir
 
 _T = TypeVar("_T")
 
-_FLAGS = {"needs seconds": "--for 10s", "needs amount": "--amount"}
+_FLAGS = {Misfit.NO_SECONDS: "; add --for 10s", Misfit.NO_AMOUNT: "; add --amount"}
 """which flag gives what is missing"""
 
 
@@ -42,9 +42,8 @@ def inject(
     if job is None:
         raise Failed(f"{run.view}: it cannot be read")
     fault = _fault(job, kind, target, at, seconds, amount, seed)
-    if why := refusal(fault, job, state):
-        flag = next((f"; add {flag}" for missing, flag in _FLAGS.items() if missing in why), "")
-        raise BadInput(f"{run.id}: {why}{flag}")
+    if wrong := refusal(fault, job, state):
+        raise BadInput(f"{run.id}: {wrong.text}{_FLAGS.get(wrong.misfit, '')}")
     letter = send(run, Letter("inject", getpass.getuser(), fault=fault))
     if not wait:
         _say(run, fault, "ordered", json)

@@ -12,14 +12,14 @@ from datetime import datetime
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 from msgspec import Struct
 
-from rrl.health.hook_limit import PREFIX, HookDrain, over_limit
-from rrl.health.report_nodes import OURS
+from rrl.health.hook_limit import HookDrain, over_limit
 from rrl.health.report_values import DrainState
 from rrl.manager.cluster import NodeState, Refused, Unanswered
 from rrl.manager.cluster import slurm_text as text
 from rrl.manager.cluster.slurm_commands import Ended, SlurmLimits, execute
 from rrl.manager.cluster.slurm_nodes import LATER, SlurmNodes
 from rrl.manager.cluster.slurm_shapes import gpus_by_type
+from rrl.spec.drains import HOOK_PREFIX, DrainOwner, drain_owner
 from rrl.spec.health_checks import HookRules
 from rrl.spec.words import NodeName
 
@@ -68,7 +68,7 @@ async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
             now = HookDrain(time.time(), node)  # by this node's clock: should it be wrong, the look below decides
             if held := over_limit(now, drains.by_hooks.values(), len(drains.drained), rules):
                 return held
-            await nodes.drain(NodeName(node), f"{PREFIX} {why}")
+            await nodes.drain(NodeName(node), f"{HOOK_PREFIX} {why}")
             await asyncio.sleep(SETTLES_S)
             drains = await _hook_drains()
         own = drains.by_hooks.get(node)
@@ -100,7 +100,7 @@ async def _hook_drains() -> _HookDrains:
     for line in ended.out.splitlines():
         node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
         found.drained[node] = "drain" in state.lower()
-        if found.drained[node] and reason.startswith(PREFIX):
+        if found.drained[node] and drain_owner(reason) is DrainOwner.HOOK:
             drained_at = 0.0  # Slurm may not know when: then it was not lately, but the drain stands
             with contextlib.suppress(ValueError):
                 drained_at = datetime.fromisoformat(at).timestamp()
@@ -120,13 +120,14 @@ async def _look(nodes: list[str]) -> dict[str, DrainState]:
 
 
 def _state(mark: text.NodeMark, line: str) -> DrainState:
-    whose = ("rrl" if mark.reason.startswith(OURS) else "foreign") if mark.draining else ""
+    owner = drain_owner(mark.reason) if mark.draining else None
+    whose = "" if owner is None else "foreign" if owner is DrainOwner.OTHER else "rrl"
     reason, by = (mark.reason, mark.by) if mark.draining or mark.taken else ("", "")
-    by_check = mark.draining and mark.reason.startswith(PREFIX)
     partitions = re.search(r" Partitions=(\S+)", line)
     return DrainState(
         mark.state, mark.draining, whose, reason, by, _booted(line), _gpus(line),
-        tuple(partitions[1].split(",")) if partitions is not None else (), by_check,
+        tuple(partitions[1].split(",")) if partitions is not None else (),
+        owner is DrainOwner.HOOK,
     )  # fmt: skip
 
 

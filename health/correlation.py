@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from rrl.health.node_loss import node_lost
 from rrl.health.presence import worker_silence
-from rrl.spec.words import Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict, gang_of
+from rrl.spec.words import Cause, Evidence, Finding, Flag, Life, NodeName, Remedy, Verdict, gang_of
 
 WINDOW = 120.0
 """s within which the same on several nodes is one event"""
@@ -55,7 +55,6 @@ _OF_NODES = frozenset({Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 _NAMED = 4
 """nodes named in the evidence"""
 DETECTOR = "correlated"
-_MOST = "on most nodes"
 _RULE = "a driver or a site's rule is wrong"
 _WRONG = {
     Cause.FABRIC: "the fabric that they share, a switch perhaps, has failed",
@@ -144,10 +143,8 @@ def remembered(findings: Iterable[Finding], now: float) -> Memory:
     for others waits anew."""
     first, events = dict[str, float](), dict[Kind, Event]()
     for finding in findings:
-        if finding.detector == DETECTOR and finding.part:
-            cause, detector, part = (*finding.part.split(":", 2), "", "")[:3]
-            most = any(one.text.startswith(_MOST) for one in finding.evidence)  # whatever it blames
-            events[Cause(cause), detector, part] = Event(now, finding, most)
+        if finding.detector == DETECTOR and finding.shared is not None:
+            events[finding.shared] = Event(now, finding, Flag.ON_MOST_NODES in finding.flags)
         elif finding.verdict is Verdict.FAIL and finding.cause in _OF_NODES:
             first[finding.key] = min(now, finding.since)
     return Memory(first, events=events)
@@ -224,7 +221,7 @@ def _events(
             event = replace(event, last=now)
         fresh = now - newest <= WINDOW  # one that is over does not begin anew by itself
         if every and fresh and len(near) >= most and (event is None or not event.most):
-            event = Event(now, _run_wide(kind, near, now, _MOST), most=True)
+            event = Event(now, _run_wide(kind, near, now, most=True), most=True)
         elif event is None and doubtful and fresh and len(near) >= enough:
             event = Event(now, _run_wide(kind, near, now))
         if event is not None:
@@ -285,11 +282,12 @@ def _over(kind: Kind, event: Event) -> float:
 
 def _held(finding: Finding, why: str, since: float) -> Finding:
     evidence = (*finding.evidence, Evidence("correlation", f"held back: {why}", since))
-    return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence)
+    flags = (*finding.flags, Flag.HELD_BACK)
+    return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence, flags=flags)
 
 
-def _run_wide(kind: Kind, names: AbstractSet[str], now: float, how_many: str = "on many nodes") -> Finding:
-    """What is told of the whole run; ``part`` says which kind it is."""
+def _run_wide(kind: Kind, names: AbstractSet[str], now: float, most: bool = False) -> Finding:
+    """Return the finding about the whole run: ``names`` have ``kind`` in common. ``most``: most nodes do."""
     cause, detector, part = kind
     if kind == _STALL:
         text = f"all rollouts stall at once: {_few(names)}; storage, fabric or what they wait for"
@@ -298,13 +296,15 @@ def _run_wide(kind: Kind, names: AbstractSet[str], now: float, how_many: str = "
     elif kind == _LOST:
         text = f"whole nodes silent at once: {_few(names)}; the network that they share, or its way to this manager"
     else:
-        if how_many == _MOST:
-            how_many += f", so that {_WRONG.get(cause, _RULE)} rather than they,"
+        how_many = "on many nodes"
+        if most:
+            how_many = f"on most nodes, so that {_WRONG.get(cause, _RULE)} rather than they,"
         text = f"{how_many} at once: {detector}{f' of {part}' if part else ''}: {_few(names)}"
     whose = Cause.SOFTWARE if cause in (Cause.GPU, Cause.HANG, Cause.PROCESS) else cause
     what = ":".join((cause.value, detector, part)).rstrip(":")
     return Finding(
-        DETECTOR, Verdict.WARN, whose, Remedy.SUPPORT, now, (Evidence("correlation", text, now),), part=what
+        DETECTOR, Verdict.WARN, whose, Remedy.SUPPORT, now, (Evidence("correlation", text, now),), part=what,
+        flags=(Flag.ON_MOST_NODES,) if most else (), shared=kind,
     )  # fmt: skip
 
 

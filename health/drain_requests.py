@@ -12,7 +12,8 @@ from rrl.health.corroboration import MIN_WITNESSES
 from rrl.health.history import Acted, Told, clipped, is_node
 from rrl.health.incidents import HARDWARE, Chapter, chapters, held, raised
 from rrl.health.rates import Span, length, within
-from rrl.health.report_nodes import OURS, WELL_AGAIN
+from rrl.health.report_nodes import WELL_AGAIN
+from rrl.spec.drains import RUN_PREFIX, DrainOwner, drain_owner
 from rrl.spec.words import Finding, Verdict, natural
 
 MAX_REASON = 200
@@ -53,7 +54,7 @@ def confirmation(request: Request, findings: Iterable[Finding]) -> Finding | Non
 def confirmed_reason(request: Request, finding: Finding) -> str:
     """For Slurm: what the check found, not what a user wrote."""
     text = finding.evidence[0].text if finding.evidence else finding.detector
-    return clipped(f"{OURS}{request.run}: {finding.cause.value}: {text}")[:MAX_REASON]
+    return clipped(f"{RUN_PREFIX}{request.run}: {finding.cause.value}: {text}")[:MAX_REASON]
 
 
 def open_requests(told: Iterable[Told]) -> list[Request]:
@@ -105,7 +106,8 @@ class _Asked(Struct, frozen=True):
 def _one(node: str, those: list[_Asked]) -> Request:
     newest = max(those, key=lambda one: one.act.at)
     act, users = newest.act, {one.user for one in those}
-    reason = act.reason if act.reason.startswith(OURS) else f"{OURS}{newest.run}: {act.reason or act.cause}"
+    marked = drain_owner(act.reason) is not DrainOwner.OTHER
+    reason = act.reason if marked else f"{RUN_PREFIX}{newest.run}: {act.reason or act.cause}"
     alike = {one.user for one in those if one.act.cause == act.cause}
     return Request(
         node, reason[:MAX_REASON], act.cause, act.evidence, act.at, tuple(sorted(users)),

@@ -30,17 +30,13 @@ from rrl.health.checks_readers import is_missed
 from rrl.health.looks import Bad, Check, Good, Said, Unknown
 from rrl.health.seen import Seen
 from rrl.spec.health_checks import Rules
-from rrl.spec.words import Cause, Evidence, Finding, NodeName, Remedy, Verdict
+from rrl.spec.words import Cause, Evidence, Finding, Flag, NodeName, Remedy, Verdict
 
 CHECKS: tuple[Check, ...] = (
     *checks_readers.CHECKS, *checks_gpu.CHECKS, *checks_gpu_links.CHECKS, *checks_xid.CHECKS, *checks_dcgm.CHECKS,
     *checks_kernel.CHECKS, *checks_fabric.CHECKS, *checks_host.CHECKS,
 )  # fmt: skip
 
-NOT_HERE = "not to be known here: "
-"""how an UNKNOWN begins that says nothing of the node's health: nothing of the kind is here, or this user may not read
-it, and the rules do not expect it"""
-OBSERVED = "observe only: nothing is done for it"
 _LINES = 5
 _GRAVER = {Verdict.WARN: 1, Verdict.FAIL: 2}
 
@@ -130,8 +126,8 @@ def pending(seen: Seen) -> set[str]:
 
 
 def tells_nothing(finding: Finding) -> bool:
-    """UNKNOWN, and no reason to doubt the node: it was not expected to be known."""
-    return finding.verdict is Verdict.UNKNOWN and finding.evidence[0].text.startswith(NOT_HERE)
+    """Return whether the finding is UNKNOWN and no reason to doubt the node: nothing was expected to be known."""
+    return finding.verdict is Verdict.UNKNOWN and Flag.UNAVAILABLE in finding.flags
 
 
 def unknown_checks(rules: Rules) -> list[str]:
@@ -210,12 +206,13 @@ def _plain(*text: str) -> Bad:
 
 # ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _make(check: Check, memo: _Memo, verdict: Verdict, since: float, bad: Bad, part: str = "") -> Finding:
-    text, proof, remedy = bad.text[:_LINES], bad.proof and verdict is Verdict.FAIL, bad.remedy
+    text, proof, remedy, flags = bad.text[:_LINES], bad.proof and verdict is Verdict.FAIL, bad.remedy, bad.flags
     if verdict is Verdict.FAIL and memo.rules.checks.get(check.name) == "observe":
-        verdict, proof, remedy, text = Verdict.WARN, False, Remedy.NONE, (*text[: _LINES - 1], OBSERVED)
+        verdict, proof, remedy, flags = Verdict.WARN, False, Remedy.NONE, (*flags, Flag.OBSERVED)
+        text = (*text[: _LINES - 1], "observe only: nothing is done for it")
     evidence = tuple(Evidence(bad.source or check.readers[0], line, since) for line in text)
     return Finding(
-        check.name, verdict, bad.cause, remedy, since, evidence, node=memo.node, proof=proof, part=part
+        check.name, verdict, bad.cause, remedy, since, evidence, node=memo.node, proof=proof, part=part, flags=flags
     )  # fmt: skip
 
 
@@ -228,9 +225,11 @@ def _named(finding: Finding, seen: Seen) -> Finding:
 
 def _unknown(check: Check, said: list[Unknown], at: float, memo: _Memo) -> Finding:
     whys = tuple(dict.fromkeys(one.why for one in said))
-    if not any(one.decides for one in said):
-        whys = (NOT_HERE + "; ".join(whys),)
-    return _make(check, memo, Verdict.UNKNOWN, at, _plain(*whys), "")
+    if any(one.decides for one in said):
+        return _make(check, memo, Verdict.UNKNOWN, at, _plain(*whys), "")
+    # nothing of the kind is here, or this user may not read it, and the rules do not expect it
+    why = structs.replace(_plain("not to be known here: " + "; ".join(whys)), flags=(Flag.UNAVAILABLE,))
+    return _make(check, memo, Verdict.UNKNOWN, at, why, "")
 
 
 def _as_before(finding: Finding, old: Finding | None) -> Finding:
@@ -238,6 +237,6 @@ def _as_before(finding: Finding, old: Finding | None) -> Finding:
     if old is None or (finding.verdict, finding.cause) != (old.verdict, old.cause):
         return finding
     same = [e.text for e in finding.evidence] == [e.text for e in old.evidence]
-    if same and (finding.remedy, finding.proof) == (old.remedy, old.proof):
+    if same and (finding.remedy, finding.proof, finding.flags) == (old.remedy, old.proof, old.flags):
         return old
     return structs.replace(finding, since=min(finding.since, old.since))

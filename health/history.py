@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.spec.words import Cause, Flag, Remedy, Verdict
 
 SCHEMA = 1
 MOST_EVIDENCE = 5
@@ -90,6 +90,8 @@ class Found(Struct, frozen=True, tag_field="kind", tag="found"):
     evidence: tuple[Said, ...] = ()
     injected: bool = False
     """a fault was injected there: it says nothing about the node"""
+    flags: tuple[Flag, ...] = ()
+    """of the finding, so that a report need not read its evidence"""
 
 
 class Acted(Struct, frozen=True, tag_field="kind", tag="acted"):

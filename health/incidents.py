@@ -17,15 +17,13 @@ from msgspec.structs import replace
 
 from rrl.health.history import Acted, Began, Failed, Found, Held, Left, Mended, Over, Record, Told
 from rrl.health.rates import Span, union
-from rrl.spec.words import Cause, Verdict
+from rrl.spec.words import Cause, Flag, Verdict
 
 BEFORE, AFTER = 600.0, 300.0
 """s before and after a failure in which evidence counts (Meta: the last 10 min of a job, or 5 min after)"""
 TOGETHER = 600.0
 """s within which failures of one node are one incident, and those of several are related (gcm, NVSentinel)"""
 HARDWARE = (Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE)
-OBSERVED, HELD_BACK = "observe only:", "held back:"
-"""how the evidence begins of a FAIL that is told as WARN: nothing is to be done for it, or many had it at once"""
 
 INFRA, SOFTWARE, USER = "infra", "software", "user"
 
@@ -75,9 +73,8 @@ class Raised(Struct, frozen=True):
     def critical(self) -> bool:
         """It is evidence against the node. What is proved and held back nevertheless is not: most nodes have it, and
         the driver or a rule is wrong."""
-        told = [said.text for said in self.found.evidence]
-        observed = any(text.startswith(OBSERVED) for text in told)
-        held_back = any(text.startswith(HELD_BACK) for text in told) and not self.found.proof
+        observed = Flag.OBSERVED in self.found.flags
+        held_back = Flag.HELD_BACK in self.found.flags and not self.found.proof
         return self.found.verdict is Verdict.FAIL or (self.found.verdict is Verdict.WARN and (observed or held_back))
 
 

@@ -14,6 +14,7 @@ from rrl.health.activity import Activity
 from rrl.health.pace import Pace
 from rrl.health.probes import Probes
 from rrl.spec.jobview import Limits
+from rrl.spec.launch import ExitReason
 from rrl.spec.phases import Phase
 from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, role_of
 
@@ -32,10 +33,12 @@ class StepEnd(Struct, frozen=True):
 
     code: int | None
     signal: int | None
-    why: str
+    reason: ExitReason
     at: float
     said: str = ""
     """its command's last line"""
+    detail: str = ""
+    """more about ``reason``, for people"""
 
 
 @dataclass(slots=True, eq=False)

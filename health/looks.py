@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from rrl.health.seen import Seen
 from rrl.spec.health_checks import Rules
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.spec.words import Cause, Flag, Remedy, Verdict
 
 
 class Bad(Struct, frozen=True):
@@ -30,6 +30,8 @@ class Bad(Struct, frozen=True):
     """when it began, where the reading tells (s)"""
     source: str = ""
     """of the evidence; empty: the check's first reader"""
+    flags: tuple[Flag, ...] = ()
+    """of the finding that is made of it"""
 
 
 class Unknown(Struct, frozen=True):

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from math import inf
 from signal import Signals
 
+from msgspec.structs import replace
+
 from rrl.health.judged import (
     NOTHING,
     SLOW_START,
@@ -19,8 +21,8 @@ from rrl.health.judged import (
 from rrl.health.last_seen import ReplicaSighting
 from rrl.health.sightings import Watch
 from rrl.spec.jobview import Limits
-from rrl.spec.launch import ASKED
-from rrl.spec.words import Cause, Finding, Life, NodeName, Remedy, Verdict
+from rrl.spec.launch import ExitReason, exit_text
+from rrl.spec.words import Cause, Finding, Flag, Life, NodeName, Remedy, Verdict
 
 RUNNING = 3.0
 """times the silence of a worker of which its node's agent says that its CPU works: what it says may come late, behind
@@ -37,14 +39,18 @@ def exit_record(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
     if end is None:
         return NOTHING
     asked = seen.leaving_at is not None
-    if asked and (not end.code or end.why == ASKED):
+    if asked and (not end.code or end.reason is ExitReason.STOPPED):
         return NOTHING
-    if (end.code == 0 or end.why == ASKED) and now < (due := end.at + patience(limits)):
+    if (end.code == 0 or end.reason is ExitReason.STOPPED) and now < (due := end.at + patience(limits)):
         return None, due  # that the run is complete may still be on its way, or that the cluster takes the node back
-    text = _how_it_ended(end.code, end.signal, end.why) + (f": {end.said}" if end.said else "")
+    text = _how_it_ended(end.code, end.signal, exit_text(end.reason, end.detail))
+    text += f": {end.said}" if end.said else ""
     if asked:
         return about(seen, "exit_record", Verdict.WARN, Cause.PROCESS, Remedy.NONE, end.at, "step", text), inf
-    return about(seen, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True), inf
+    found = about(seen, "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, end.at, "step", text, True)
+    if end.reason is ExitReason.NOT_STARTED:
+        found = replace(found, flags=(Flag.NOT_STARTED,))
+    return found, inf
 
 
 def step_gone(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NO_HANDLER = "no handler"
-"""what a worker answers whose role has nothing that a probe could ask for: that it lives, and no more"""
-
+from rrl.spec.words import ProbeResult
 
 TRIES = 16
 """questions to a role that waits, after which it counts as one that does not answer then"""
@@ -36,14 +34,14 @@ class Probes:
             self.asked_at, self.beats = now, 0
         self.last_asked = now
 
-    def answer(self, ok: bool, detail: str, now: float) -> None:
-        """A late one, to a question that no longer stands, only teaches whether it can answer at all."""
-        if ok and detail == NO_HANDLER:
+    def answer(self, result: ProbeResult, detail: str, now: float) -> None:
+        """Take an answer. A late one, to a probe that is no longer open, only shows whether the role has a handler."""
+        if result is ProbeResult.NO_HANDLER:
             self.mute = True
             self.rest()
         elif self.asked_at is None:
             return
-        elif ok:
+        elif result is ProbeResult.WORKS:
             self.asked_at, self.answered_at, self.failed = None, now, None
             self.answers += 1
         else:

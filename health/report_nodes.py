@@ -9,16 +9,16 @@ from math import inf
 from rrl.health import lemons, rates
 from rrl.health.corroboration import Signal, Witnesses, accused_by, confirmed, score_by_users, witnesses_of
 from rrl.health.history import Acted, clipped
-from rrl.health.incidents import HARDWARE, HELD_BACK, INFRA, Chapter, Incident, Raised
+from rrl.health.incidents import HARDWARE, INFRA, Chapter, Incident, Raised
 from rrl.health.rates import DAY
 from rrl.health.report_book import Book
 from rrl.health.report_values import DrainState, Line, NodeReport
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.spec.drains import RUN_PREFIX, DrainOwner, drain_owner
+from rrl.spec.words import Cause, Flag, Remedy, Verdict
 
 MOST_EVIDENCE = 5
 WELL_AGAIN = 3600.0
 """s that a later run has had a node, without finding the same, after which what was never taken back counts as past"""
-OURS = "rrl:"
 """what the reason of every drain of ours begins with"""
 ADVICE = {
     Remedy.NONE: "watch",
@@ -172,12 +172,12 @@ def _scontrol(
     """Where nobody has drained it and somebody should. ``shown``: the evidence for that."""
     if drain.drained or not (verdict == Verdict.FAIL.value or lemon.lemon):
         return ""
-    ours = next((act.reason for _, act in reversed(acts) if act.reason.startswith(OURS)), "")
+    ours = next((act.reason for _, act in reversed(acts) if drain_owner(act.reason) is not DrainOwner.OTHER), "")
     if not ours:
         run = shown[-1].run if shown else "report"
         text = shown[-1].found.evidence[0].text if shown and shown[-1].found.evidence else "lemon node"
         cause = shown[-1].found.cause.value if shown else "node"
-        ours = f"{OURS}{run}: {cause}: {text}"
+        ours = f"{RUN_PREFIX}{run}: {cause}: {text}"
     return drain_line(name, ours)
 
 
@@ -195,8 +195,8 @@ def _action(chapter: Chapter, act: Acted) -> Line:
 
 def _shared(book: Book, one: Raised) -> bool:
     """Others had the same at the same time, and nothing proves that it was this node's own."""
-    held_back = any(said.text.startswith(HELD_BACK) for said in one.found.evidence)
-    return (held_back or not one.found.proof) and bool(book.near(one.found.cause, one.at) - {one.found.node})
+    doubtful = Flag.HELD_BACK in one.found.flags or not one.found.proof
+    return doubtful and bool(book.near(one.found.cause, one.at) - {one.found.node})
 
 
 def _lemon(book: Book, name: str, by_check: bool) -> lemons.Lemon:

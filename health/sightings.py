@@ -21,15 +21,18 @@ from rrl.health.last_seen import (
 )  # fmt: skip
 from rrl.health.lessons import Lesson
 from rrl.health.pace import Paces
-from rrl.health.probes import NO_HANDLER
 from rrl.health.usual import Usual
 from rrl.spec.jobview import Limits
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
+from rrl.spec.launch import ExitReason
+from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ProbeResult, ReplicaId, gang_of, role_of
 
 __all__ = ["BEATS_MISSED", "FLAPS", "FLAP_WINDOW", "NodeSighting", "ReplicaSighting", "StepEnd", "Watch"]
 
 STARTING = "starting"
 """what a worker says before its first phase; how long that took says nothing of the next start, on another node"""
+
+_NOT_WANTED = frozenset({ExitReason.NOT_ADMITTED, ExitReason.FENCED})
+"""ends of steps that were not, or are no longer, the one that counts"""
 
 
 class Watch:
@@ -205,20 +208,21 @@ class Watch:
             seen.probes.ask(now)
             seen.role.tries += not seen.role.answers and loops(seen)
 
-    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None:
-        """Its answer. ``probes.NO_HANDLER`` as the detail: it lives, and cannot be asked for more."""
+    def answered(self, life: Life, result: ProbeResult, detail: str, now: float) -> None:
+        """Take the answer to a probe; ``detail`` is for people."""
         if seen := self._known(life):
-            if ok and detail != NO_HANDLER and seen.probes.asked_at is not None and loops(seen):
+            if result is ProbeResult.WORKS and seen.probes.asked_at is not None and loops(seen):
                 self._vouch(seen)
-            seen.probes.answer(ok, detail, now)
+            seen.probes.answer(result, detail, now)
 
     def step_ended(
-        self, life: Life, code: int | None, signal: int | None, why: str, now: float, said: str = ""
-    ) -> None:
-        """Its exit record, told or read; the first one counts. ``unwanted: …`` is a step that was never admitted, maybe
-        the second of its tag: it says nothing about the one that was, and if none was, none will join."""
-        if (seen := self._known(life)) and seen.exit is None and not why.startswith("unwanted"):
-            seen.exit = StepEnd(code, signal, why, now, said)
+        self, life: Life, code: int | None, signal: int | None, reason: ExitReason, now: float, said: str = "",
+        detail: str = "",
+    ) -> None:  # fmt: skip
+        """Take the exit record of a step; the first one counts. The record of a step that was not admitted, or was
+        fenced, is ignored: it may be the second step of its tag, and says nothing about the first."""
+        if (seen := self._known(life)) and seen.exit is None and reason not in _NOT_WANTED:
+            seen.exit = StepEnd(code, signal, reason, now, said, detail)
 
     def gone(self, life: Life, now: float) -> None:
         """The agent witnessed that its first process is no more, without an exit record."""

@@ -93,7 +93,7 @@ def _found(state: State, finding: Finding, at: float, count: int) -> Found:
     return Found(
         at, node, finding.detector, finding.verdict, finding.cause, finding.remedy, finding.since,
         str(life) if life is not None else "", clipped(finding.part), finding.proof, count, said,
-        finding.node is not None and _injected(state, finding.node),
+        finding.node is not None and _injected(state, finding.node), finding.flags,
     )  # fmt: skip
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rrl.manager.cluster import Refused
+from rrl.manager.cluster import NotStarted
 from rrl.spec.jobview import ContainerView, RoleView
-from rrl.spec.launch import NOT_STARTED
 
 APPTAINER, PYXIS = "apptainer", "pyxis"
 _SHARED_MEMORY = "/dev/shm"
@@ -28,10 +27,10 @@ NO_USER_SITE = {"PYTHONNOUSERSITE": "1"}
 
 def mounts(container: ContainerView, run_dir: str, job_dir: str) -> tuple[tuple[str, str, str], ...]:
     """(source, target, flag) of each mount, the flag empty, ``ro`` or ``rw``: run directory, job folder, shared memory,
-    and the job's own, which win where they have the same target. Raises Refused for a folder that cannot be one."""
+    and the job's own, which win where they have the same target. Raises NotStarted for a folder that cannot be one."""
     for folder in (run_dir, job_dir):
         if set(folder) & set(":,+"):
-            raise Refused(f"{NOT_STARTED}{folder} cannot be mounted into a container: its name has one of : , +")
+            raise NotStarted(f"{folder} cannot be mounted into a container: its name has one of : , +")
     wanted = {folder: (folder, folder, "") for folder in (run_dir, job_dir, _SHARED_MEMORY)}
     for text in container.mounts:
         source, _, rest = text.partition(":")

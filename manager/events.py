@@ -10,9 +10,10 @@ from msgspec import Struct
 
 from rrl.health.lessons import Lesson
 from rrl.manager.actions import Decision, Outside
-from rrl.manager.cluster import AllocationSeen, NodeSeen
+from rrl.manager.cluster import AllocationSeen, NodeSeen, RejectReason
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import JobView
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import Finding, Life, NodeName, Outcome, ReplicaId, Version
 
 
@@ -52,8 +53,8 @@ class Done(Struct, frozen=True, tag=True):
     detail: str = ""
     unheard: bool = False
     """not done because it never reached the cluster, as far as anybody can tell: its manager died, or the network"""
-    not_held: bool = False
-    """a launch that was not done because the cluster did not list its allocation as running"""
+    reason: RejectReason | None = None
+    """why it was not done; None where it was"""
 
 
 class Decided(Struct, frozen=True, tag=True):
@@ -112,8 +113,10 @@ class StepEnded(Struct, frozen=True, tag=True):
     step: str
     code: int | None
     signal: int | None
-    why: str
+    reason: ExitReason
     said: str = ""
+    detail: str = ""
+    """more about ``reason``, for people"""
 
 
 class PhaseEntered(Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 
 from rrl.manager.actions import Drain, Launch, Outside, Perform, Release, Request, Shrink, StopStep, Undrain
-from rrl.manager.cluster import Cluster, NotHeld, Refused, Step, Unanswered
+from rrl.manager.cluster import Cluster, Refused, Step, Unanswered
 from rrl.manager.events import Done, Event
 from rrl.manager.lease import LeaseLost
 
@@ -79,7 +79,7 @@ class Executor:
             except LeaseLost:
                 return
             except Refused as error:
-                self._record(Done(action.tag, False, str(error), not_held=isinstance(error, NotHeld)))
+                self._record(Done(action.tag, False, str(error), reason=error.reason))
                 return
             except Unanswered:
                 pass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from rrl.manager.cluster import NotStarted, RejectReason
 from rrl.manager.events import Done, Event
 from rrl.manager.state import NEVER_APPEARED
 from rrl.spec.last_words import absent, last_lines_of
-from rrl.spec.launch import NOT_STARTED
 from rrl.spec.rundir import RunDir
 
 
@@ -19,9 +21,11 @@ def words_of(run: RunDir, tag: str) -> str:
 
 def explained(run: RunDir, event: Event) -> Event:
     """A step that never appeared, with the reason if there is one on disk."""
-    if not isinstance(event, Done) or event.ok or event.detail != NEVER_APPEARED:
+    if not isinstance(event, Done) or event.ok or event.reason is not RejectReason.NEVER_APPEARED:
         return event
     words = words_of(run, event.tag)
     if not words:
         return event
-    return Done(event.tag, False, f"{NEVER_APPEARED}: {NOT_STARTED if absent(words) else ''}{words}", event.unheard)
+    if absent(words):
+        return Done(event.tag, False, str(NotStarted(words)), event.unheard, RejectReason.NOT_STARTED)
+    return replace(event, detail=f"{NEVER_APPEARED}: {words}")

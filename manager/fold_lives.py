@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Launch, Rung, StopStep
+from rrl.manager.cluster import RejectReason
 from rrl.manager.rewards import committed
 from rrl.manager.state import (
-    NEVER_APPEARED,
     First,
     Lingering,
     Replica,
@@ -22,14 +22,16 @@ from rrl.manager.state import (
     owner_of,
 )
 from rrl.manager.token_ages import with_step
-from rrl.spec.launch import ENDED_AT_ONCE, EXITED, NOT_STARTED
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, ReplicaId, gang_of, role_of
+from rrl.spec.launch import ExitReason
+from rrl.spec.words import AGENT, SHADOW, Flag, Life, NodeName, ReplicaId, gang_of, role_of
 
 RETURN_PAUSE = 10.0
 """s before a give-back or a stop that the cluster refused is asked for again, and before the next launch into an
 allocation that it did not list as running"""
 LONGEST_PAUSE = 60.0
 """s that the pause before a restart doubles up to: ten restarts take four minutes, a short outage does not"""
+_FAILED_STARTS = frozenset({RejectReason.NEVER_APPEARED, RejectReason.NOT_STARTED, RejectReason.EXITED_AT_ONCE})
+"""a launch that was rejected for one of these counts as a start that failed: the cluster did try it"""
 
 
 # ── launched, and what becomes of that ───────────────────────────────────────────────────────────────────────────────
@@ -64,11 +66,12 @@ def not_launched(state: State, at: float, action: Launch, event: ev.Done) -> Sta
         state = _lingers(state, at, id)
     if event.unheard:  # nobody's failure but the manager's: it is made up for where it was meant to be
         return with_replica(state, id, status=Status.WANTED, since=at, prefer=action.node)
-    if event.not_held:  # the looks that follow say what has become of the allocation; until then nobody has failed
+    if event.reason is RejectReason.NOT_HELD:  # later looks say what became of the allocation; nobody has failed yet
         return with_replica(state, id, status=Status.WANTED, since=at, prefer=action.node, not_before=at + RETURN_PAUSE)
-    spoiled = event.detail.startswith((NEVER_APPEARED, ENDED_AT_ONCE)) or NOT_STARTED in event.detail
-    state = _unstarted(state, id) if spoiled else state
-    state = failed(state, at, id, Status.WANTED, event.detail, refused=True)
+    if event.reason in _FAILED_STARTS:
+        state = _unstarted(state, id)
+    not_started = event.detail if event.reason is RejectReason.NOT_STARTED else None
+    state = failed(state, at, id, Status.WANTED, event.detail, refused=True, not_started=not_started)
     return state if action.shadow is None else with_replica(state, id, prefer=action.node)
 
 
@@ -99,12 +102,16 @@ def not_stopped(state: State, at: float, action: StopStep) -> State:
 
 
 # ── failed, fenced ───────────────────────────────────────────────────────────────────────────────────────────────────
-def failed(state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False) -> State:
-    """One more failure on the replica's account; the next launch is put off the longer the more there are."""
+def failed(
+    state: State, at: float, id: ReplicaId, status: Status, why: str, refused: bool = False,
+    not_started: str | None = None, detector: str = "",
+) -> State:  # fmt: skip
+    """Count one more failure of the replica; the more there are, the longer the next launch is put off."""
     held, recovery = state.replica(id), state.job.recovery
     failure = Start(
         at, held.node or NodeName(""), why, refused, state.step,
         injected=bool(held.fault) and not refused, joined=held.status is Status.JOINED,
+        not_started=not_started, detector=detector,
     )  # fmt: skip
     failures = (*(start for start in held.failures if at - start.at < recovery.window), failure)
     longest = max(LONGEST_PAUSE, recovery.backoff)
@@ -137,9 +144,13 @@ def fenced(state: State, at: float, fence: Fence) -> State:
     if not fence.charged:
         state = with_replica(state, held.id, status=status, since=at, prefer=prefer, not_before=at)
         return _cleared(state, fence.life)
-    if finding_about(state, fence.life) is not None:
+    finding, not_started = finding_about(state, fence.life), None
+    if finding is not None:
         state = _unstarted(state, held.id)
-    state = failed(state, at, held.id, status, "; ".join(fence.why.evidence))
+        not_started = finding.evidence[0].text if Flag.NOT_STARTED in finding.flags else None
+    detector = finding.detector if finding is not None else ""
+    why = "; ".join(fence.why.evidence)
+    state = failed(state, at, held.id, status, why, not_started=not_started, detector=detector)
     state = with_replica(state, held.id, prefer=prefer)
     return replace(_cleared(state, fence.life), recoveries=state.recoveries + (not retired))
 
@@ -227,7 +238,7 @@ def step_ended(state: State, at: float, event: ev.StepEnded) -> State:
     if not state.believed(life):
         return state
     state = with_replica(state, life.replica, pid=None, step=None)
-    if event.code == 0 and event.why == EXITED and completes(state.job, role_of(life.replica)):
+    if event.code == 0 and event.reason is ExitReason.EXITED and completes(state.job, role_of(life.replica)):
         return with_replica(state, life.replica, status=Status.COMPLETED, since=at, phase="", waits_for=None)
     return state
 

@@ -13,12 +13,13 @@ from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.admission import GpusTaken, memory_locks
 from rrl.manager.adopting import Adoptions, became, named_by, whose
+from rrl.manager.cluster import RejectReason
 from rrl.manager.findings import Findings
 from rrl.manager.first_words import words_of
 from rrl.manager.node_health import is_agent_of
 from rrl.manager.saying import say
 from rrl.manager.state import State, Status
-from rrl.spec.launch import ExitRecord, read_exit, tag_of
+from rrl.spec.launch import ExitReason, ExitRecord, read_exit, tag_of
 from rrl.spec.rundir import RunDir
 from rrl.spec.screen_text import escaped
 from rrl.spec.words import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of, stands_for
@@ -147,7 +148,7 @@ class Ear:
         if ok and first is None and message.node != replica.node:  # room there is taken by others, or not ours
             ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"
             say(f"{why}: it is sent away")
-            self._record(ev.Done(message.tag, False, why))
+            self._record(ev.Done(message.tag, False, why, reason=RejectReason.REFUSED))
         if ok:
             self.steps[message.tag] = incoming.peer
             self._on_wanted(message.tag)
@@ -168,7 +169,9 @@ class Ear:
     def _step_exit(self, message: msg.StepExit) -> None:
         self.steps.pop(message.tag, None)
         life = whose(self._state(), message.life, message.tag)
-        self._ended(ev.StepEnded(life, message.tag, message.code, message.signal, message.why, message.said))
+        self._ended(ev.StepEnded(
+            life, message.tag, message.code, message.signal, message.reason, message.said, message.detail
+        ))  # fmt: skip
 
     async def _gone(self, message: msg.Gone) -> None:
         """Where the run directory hangs nobody waits for it: what is found there in the end counts then."""
@@ -184,21 +187,25 @@ class Ear:
             words = await asyncio.to_thread(words_of, self._run, message.tag)
             life = whose(self._state(), message.life, message.tag)
             self._watch.gone(life, self._now())
-            why = f"vanished (agent of {message.node}){': ' if words else ''}{words}"
-            self._ended(ev.StepEnded(life, message.tag, None, None, why))
+            detail = f"reported by the agent of {message.node}{': ' if words else ''}{words}"
+            self._ended(ev.StepEnded(life, message.tag, None, None, ExitReason.LOST, detail=detail))
         else:
             self._recorded(record)
 
     def _recorded(self, record: ExitRecord) -> None:
         life = whose(self._state(), record.life, record.tag)
-        self._ended(ev.StepEnded(life, record.tag, record.code, record.signal, record.why, record.said))
+        self._ended(ev.StepEnded(
+            life, record.tag, record.code, record.signal, record.reason, record.said, record.detail
+        ))  # fmt: skip
 
     def _ended(self, event: ev.StepEnded) -> None:
         """An end counts once, and only of the step that the life is known by."""
         state = self._state()
         current = state.believed(event.life) and state.replica(event.life.replica).step == event.step
         if current or event.step in state.lingering:
-            self._watch.step_ended(event.life, event.code, event.signal, event.why, self._now(), event.said)
+            self._watch.step_ended(
+                event.life, event.code, event.signal, event.reason, self._now(), event.said, event.detail
+            )
             self._record(event)
             if self._state().replica(event.life.replica).status is Status.COMPLETED:
                 self._watch.forget(event.life)  # it has done its work: nobody is to wonder why it ended
@@ -207,9 +214,11 @@ class Ear:
         """Its end was recorded under an earlier manager: the detectors must see it again."""
         record = read_exit(self._run.exit_file(tag_of(self._run.id, named_by(self._state(), life))))
         if record is None:
-            self._watch.step_ended(life, None, None, "vanished", self._now())
+            self._watch.step_ended(life, None, None, ExitReason.LOST, self._now())
         else:
-            self._watch.step_ended(life, record.code, record.signal, record.why, self._now(), record.said)
+            self._watch.step_ended(
+                life, record.code, record.signal, record.reason, self._now(), record.said, record.detail
+            )
 
     async def exit_records(self) -> None:
         """Ends that nobody told us of: read from the run directory (after a manager's start, and at slow intervals)."""

@@ -27,8 +27,10 @@ from rrl.manager.state import State
 from rrl.spec.rundir import RunDir
 from rrl.spec.screen_text import escaped
 
-SCHEMA = 1
-"""Version of the records; a newer one is reported and nothing is decided from it."""
+SCHEMA = 2
+"""Version of the records. A journal of another version is refused in one line: nothing is decided from it.
+
+2: ends of steps and rejected intents carry a reason as an enum, findings carry flags."""
 SEGMENT_RECORDS = 4000
 """Records in a segment before the next one: folding so many takes about 50 ms."""
 MAGIC = b"RRLJ\n"
@@ -294,7 +296,12 @@ def _head(path: Path) -> tuple[Head | None, int]:
     try:
         schema = _decode_schema(frame[0]).schema
         if schema > SCHEMA:
-            raise JournalError(f"{path}: written by a newer rrl (schema {schema}, this one reads up to {SCHEMA})")
+            raise JournalError(f"{path}: written by a newer rrl (schema {schema}, this one reads schema {SCHEMA})")
+        if schema < SCHEMA:
+            raise JournalError(
+                f"{path}: written by an older rrl (schema {schema}, this one reads schema {SCHEMA}); "
+                f"use the version of rrl that wrote it, or submit the run anew"
+            )
         return _decode_head(frame[0]), len(MAGIC) + frame[1]
     except _UNDECODABLE as error:
         raise _damaged(path, "its head", error) from error

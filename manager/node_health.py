@@ -9,10 +9,21 @@ from msgspec.structs import replace
 
 from rrl.health.progress import NODE_DETECTORS
 from rrl.spec.jobview import HealthView
-from rrl.spec.words import AGENT, WORST_FIRST, Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict, replica_id
+from rrl.spec.words import (
+    AGENT,
+    WORST_FIRST,
+    Cause,
+    Evidence,
+    Finding,
+    Flag,
+    Life,
+    NodeName,
+    Remedy,
+    Verdict,
+    replica_id,
+)
 from rrl.transport.messages import AgentHello, Found
 
-OBSERVED = "observe only"
 OWN = frozenset(detector.__name__ for detector in NODE_DETECTORS)
 """detectors by which the manager itself judges nodes; what else is found on one is its agent's word"""
 GONE = frozenset({"exit_record", "step_gone", "node_down"})
@@ -37,9 +48,10 @@ def heeded(finding: Finding, view: HealthView) -> Finding | None:
         return None
     if finding.verdict is not Verdict.FAIL or (mode == "act" and not view.observe_only):
         return finding
-    why = f"{OBSERVED}: nothing is done ({'observe_only' if view.observe_only else 'checks'} in [health])"
+    why = f"observe only: nothing is done ({'observe_only' if view.observe_only else 'checks'} in [health])"
     evidence = (*finding.evidence, Evidence("job", why, finding.since))
-    return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence)
+    flags = (*finding.flags, Flag.OBSERVED)
+    return replace(finding, verdict=Verdict.WARN, remedy=Remedy.NONE, proof=False, evidence=evidence, flags=flags)
 
 
 def of_agent(finding: Finding) -> bool:

@@ -7,7 +7,7 @@ import msgspec
 from rrl.manager import events as ev
 from rrl.manager.mailbox import Letter
 from rrl.manager.state import State
-from rrl.spec.faults import MANAGER, TRAITS, Fault, Hits, unfit
+from rrl.spec.faults import MANAGER, TRAITS, Fault, Hits, Misfit, Unfit, unfit
 from rrl.spec.jobview import JobView
 from rrl.spec.words import AGENT, SHADOW
 
@@ -21,8 +21,8 @@ def events_of(letter: Letter, state: State) -> list[ev.Event]:
     if fault.id in known_ids(state):
         return [ev.Commanded(letter.command, letter.by, letter.id)]  # the same order again
     events: list[ev.Event] = [ev.Ordered(fault, fault.by, letter.id)]
-    if why := refusal(fault, state.job, state):
-        events.append(ev.FaultInjected(fault.id, None, False, f"refused: {why}", fault.kind, fault.target))
+    if wrong := refusal(fault, state.job, state):
+        events.append(ev.FaultInjected(fault.id, None, False, f"refused: {wrong.text}", fault.kind, fault.target))
     return events
 
 
@@ -31,31 +31,35 @@ def known_ids(state: State) -> set[str]:
     return {*state.faults, *(one.id for one in (*state.ordered, *state.job.faults))}
 
 
-def refusal(fault: Fault, job: JobView, state: State | None) -> str:
-    """Why this run does not take that order; empty when it does. ``state``: None before its first record."""
+def refusal(fault: Fault, job: JobView, state: State | None) -> Unfit | None:
+    """Return why this run does not take that order; None when it does. ``state``: None before its first record."""
     if not job.faults_allowed:
-        return "its job spec allows no faults on demand ([faults] allow = true)"
+        return Unfit(Misfit.OTHER, "its job spec allows no faults on demand ([faults] allow = true)")
     if state is not None and state.outcome is not None:
-        return f"it has ended already: {state.outcome.value}"
+        return Unfit(Misfit.OTHER, f"it has ended already: {state.outcome.value}")
     if state is not None and state.verdict is not None:
-        return f"it is ending ({state.verdict.outcome.value})"
+        return Unfit(Misfit.OTHER, f"it is ending ({state.verdict.outcome.value})")
     replicas = {role.name: role.replicas for role in job.roles}
     ranks = {role.name: role.ranks for role in job.roles}
-    if why := unfit(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
-        return why
+    if wrong := unfit(fault.kind, fault.target, fault.seconds, fault.amount, replicas, fault.at, ranks):
+        return wrong
     role, slash, rest = fault.target.partition("/")
     if role == AGENT and slash:
-        return _no_node(rest, state)
+        return _missing(_no_node(rest, state))
     if role == SHADOW and slash:
-        return _no_shadow(fault.target, state)
+        return _missing(_no_shadow(fault.target, state))
     if TRAITS[fault.kind].hits is Hits.NODE and not slash:
-        return _no_node(fault.target, state)
+        return _missing(_no_node(fault.target, state))
     if TRAITS[fault.kind].hits is Hits.REPLICA and fault.target != MANAGER:
         if not slash:
-            return f'"{fault.target}" is no replica; a replica is written "rollout/0"'
+            return Unfit(Misfit.OTHER, f'"{fault.target}" is no replica; a replica is written "rollout/0"')
         if job.role(role).watch != "api" and not TRAITS[fault.kind].processes:
-            return f"{fault.target} does not use the worker API: {fault.kind} needs its help"
-    return ""
+            return Unfit(Misfit.OTHER, f"{fault.target} does not use the worker API: {fault.kind} needs its help")
+    return None
+
+
+def _missing(text: str) -> Unfit | None:
+    return Unfit(Misfit.NO_SUCH_TARGET, text) if text else None
 
 
 def _no_node(node: str, state: State | None) -> str:

@@ -62,7 +62,7 @@ from rrl.manager.state import State, workers
 from rrl.manager.suspicion import Suspicion
 from rrl.manager.tokens import Tokens
 from rrl.spec.jobview import JobView
-from rrl.spec.launch import ASKED
+from rrl.spec.launch import ExitReason
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import SHADOW, TRAINER, Life, NodeName, Outcome, rank_of, role_of
 from rrl.transport import messages as msg
@@ -209,12 +209,17 @@ class Manager:
         self._deeds.notice(event)
         self._performer.notice(event)
         self._logs.notice(event)
-        taken = isinstance(event, ev.StepEnded) and event.why == ASKED and self.state.believed(event.life)
-        if isinstance(event, ev.Done | ev.Admitted) or taken:  # whom we did not ask: is its node taken back?
+        if isinstance(event, ev.Done | ev.Admitted) or self._stopped_by_others(event):
             self._eye.soon()
         elif isinstance(event, ev.FirstWorkDone) and event.life.replica == TRAINER:
             self.record(ev.TokensSeen(self._tokens.total(), away=False))
         self._wake.set()
+
+    def _stopped_by_others(self, event: ev.Event) -> bool:
+        """Return whether a step that the manager wants was asked to end by somebody else, as before a preemption."""
+        if not isinstance(event, ev.StepEnded) or event.reason is not ExitReason.STOPPED:
+            return False
+        return self.state.believed(event.life)
 
     # ── the turn ───────────────────────────────────────────────────────────────────────────────────────────────────
     async def _manage(self) -> Outcome | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from rrl.manager.actions import Drain, Launch, Outside, Request, Shrink, Undrain
-from rrl.manager.cluster import AllocationSeen, AllocationState, NodeSeen, NodeState, Observed
+from rrl.manager.cluster import AllocationSeen, AllocationState, NodeSeen, NodeState, Observed, RejectReason
 from rrl.manager.events import AllocationChanged, Done, Event, NodeChanged
 from rrl.manager.state import NEVER_APPEARED, Allocation, State, open_requests
 from rrl.spec.words import NodeName, Verdict
@@ -75,7 +75,7 @@ def settle(state: State, observed: Observed, misses: Misses, now: float, busy: f
             due = now - intent.at > state.job.limits.quiet or tag in observed.launchers_ended
             if misses.gone(tag, tag in observed.steps or not due):
                 unheard = intent.at < max(state.managed_since, misses.away)  # who meant to launch it died, or Slurm did
-                events.append(Done(tag, False, NEVER_APPEARED, unheard))
+                events.append(Done(tag, False, NEVER_APPEARED, unheard, RejectReason.NEVER_APPEARED))
     events += [Done(tag, True, "seen so") for tag, intent in state.intents.items() if _so(intent.action, observed)]
     for name, seen_node in (observed.nodes or {}).items():
         node = state.nodes.get(name)
@@ -94,7 +94,7 @@ def _so(action: Outside, observed: Observed) -> bool:
     seen = (observed.nodes or {}).get(action.node)
     if seen is None or seen.state is NodeState.UNKNOWN:
         return False
-    ours = seen.state is NodeState.DRAINING and seen.detail.endswith(f": {action.reason}")
+    ours = seen.state is NodeState.DRAINING and seen.reason == action.reason
     return ours is isinstance(action, Drain)
 
 
@@ -147,7 +147,7 @@ def _requests(
         if not components.isdisjoint(listed):
             events.append(Done(tag, True, "found by its tag"))
         elif now - intent.at > state.job.limits.quiet and misses.gone(tag, False):
-            events.append(Done(tag, False, "never appeared in the queue", unheard=True))
+            events.append(Done(tag, False, "never appeared in the queue", True, RejectReason.NEVER_APPEARED))
     return events
 
 

@@ -68,6 +68,10 @@ class Start(Struct, frozen=True):
     """a fault was injected into it"""
     joined: bool = True
     """its life had joined: it failed at work, not on its way there"""
+    not_started: str | None = None
+    """what was reported of a command that could not be started at all; None: it could, or nobody knows"""
+    detector: str = ""
+    """the one whose finding it was fenced for; empty: it was not launched, or left for another reason"""
 
 
 class First(Struct, frozen=True):

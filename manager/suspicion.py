@@ -31,7 +31,19 @@ from rrl.manager.saying import say
 from rrl.manager.state import State
 from rrl.spec.launch import tag_of
 from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import AGENT, Cause, Evidence, Finding, Life, Remedy, ReplicaId, Verdict, gang_of, replica_id
+from rrl.spec.words import (
+    AGENT,
+    STACKS,
+    Cause,
+    Evidence,
+    Finding,
+    Life,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    gang_of,
+    replica_id,
+)
 from rrl.transport import messages as msg
 
 Send = Callable[[bytes, Any, int | None], Coroutine[Any, Any, None]]
@@ -144,7 +156,7 @@ class Suspicion:
             if (taking := self._takings.get(answer.id)) is not None:
                 taking.add(answer)
         elif answer.id // _EPOCH == self._state().epoch:
-            self._watch.answered(answer.life, answer.ok, _clean(answer.detail), self._now())
+            self._watch.answered(answer.life, answer.result, _clean(answer.detail), self._now())
 
     async def close(self) -> None:
         for task in self._running:
@@ -195,8 +207,8 @@ class Suspicion:
         grouped, file = await asyncio.to_thread(self._written, taking)
         at = self._now()
         lines = tuple(map(_clean, told(grouped))) or (_clean(_why_none(taking)),)
-        shown = [Evidence("stacks", line, at) for line in lines[:_SHOWN]]
-        whole = [Evidence("stacks", f"whole: {file}", at)] if file else []
+        shown = [Evidence(STACKS, line, at) for line in lines[:_SHOWN]]
+        whole = [Evidence(STACKS, f"whole: {file}", at)] if file else []
         episode.evidence, episode.over = (*shown, *whole), True
         if self._state().outcome is None:  # RunEnded is the last record
             self._record(ev.StacksTaken(taking.life, lines, grouped.outliers, file))

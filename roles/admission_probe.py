@@ -28,7 +28,7 @@ async def probe(first: FirstProcess) -> str:
     loop = asyncio.get_running_loop()
     began = loop.time()
     said = await _probed(first)
-    if said and first.why is None and loop.time() - began < first.launch.probe_within / 2:
+    if said and first.reason is None and loop.time() - began < first.launch.probe_within / 2:
         said = await _probed(first)
     return said
 

@@ -32,7 +32,7 @@ from rrl.roles.looked_after import admit, looked_after
 from rrl.roles.processes import Census
 from rrl.roles.snapshots.keeper import Keeper
 from rrl.roles.stacks import take
-from rrl.spec.launch import BEAT_ENV, EXITED, SIGNALLED, Launch, read_exit, read_launch
+from rrl.spec.launch import BEAT_ENV, ExitReason, Launch, read_exit, read_launch
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
 from rrl.spec.words import AGENT, Life, role_of
 from rrl.transport.address import NoAddress
@@ -76,7 +76,7 @@ async def _live(launch: Launch, launch_file: str) -> None:
                     await _work(first, _Agent(first, keeper, health, probed))
                 finally:
                     keeper.close()
-        await first.finish(0, None, first.why or "asked")
+        await first.finish(0, None, first.reason or ExitReason.STOPPED, first.detail)
 
 
 async def _work(first: FirstProcess, agent: _Agent) -> None:
@@ -88,7 +88,7 @@ async def _work(first: FirstProcess, agent: _Agent) -> None:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
-            await first.finish(1, None, f"exited: {result!r}")
+            await first.finish(1, None, ExitReason.EXITED, repr(result))
             raise result
 
 
@@ -140,7 +140,7 @@ class _Agent:
                 over_since = loop.time()
             elif loop.time() - over_since > RUN_OVER_FOR:
                 await self._end_the_rest()
-                self._first.leave("asked", 0.0)
+                self._first.leave(ExitReason.STOPPED, 0.0)
                 return
             await asyncio.sleep(self._beat)
 
@@ -208,7 +208,7 @@ class _Agent:
             return
         await asyncio.sleep(RECHECK)
         record = await asyncio.to_thread(read_exit, self._first.run.exit_file(launch.tag))
-        if record is not None and (record.code == 0 or record.why not in (EXITED, SIGNALLED)):
+        if record is not None and (record.code == 0 or record.reason not in (ExitReason.EXITED, ExitReason.SIGNALED)):
             self._health.killed()
         else:
             self._health.role_died(self._steps.had(path))

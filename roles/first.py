@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rrl.roles.processes import adopt_orphans
-from rrl.spec.launch import ExitRecord, Launch
+from rrl.spec.launch import ExitReason, ExitRecord, Launch, exit_text
 from rrl.spec.processes import look
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import NodeName
@@ -32,8 +32,9 @@ LAST_WORDS = 2.0
 
 
 class FirstProcess:
-    """One life of a first process. ``why`` is None until there is a reason to leave; the first one stands, and each can
-    only shorten the time that is left (``by``, of the loop's clock). ``news`` is set at every change."""
+    """The first process of one step. ``reason`` is None until there is a reason to leave; the first reason stands, and
+    each later one can only shorten the time that is left (``by``, of the loop's clock). ``news`` is set at every
+    change."""
 
     def __init__(self, launch: Launch, launch_file: str) -> None:
         me = look(os.getpid())
@@ -43,7 +44,9 @@ class FirstProcess:
         self.node = NodeName(os.environ.get("SLURMD_NODENAME", launch.node))
         self.steps = os.path.dirname(launch_file)
         """the folder of launch files as the manager spells it: marks are compared as text"""
-        self.why: str | None = None
+        self.reason: ExitReason | None = None
+        self.detail = ""
+        """more about ``reason``, for people"""
         self.by = float("inf")
         self.news = asyncio.Event()
         self.greet: Callable[[], Sequence[Any]] = tuple
@@ -58,13 +61,17 @@ class FirstProcess:
         try:
             self.keys = RunKeys.load(self.run.keys)
         except OSError as error:
-            why = f"not started: {error}"
-            _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, None, None, why, time.time()))
+            reason, detail = ExitReason.NOT_STARTED, str(error)
+            _leave_record(launch, ExitRecord(
+                launch.tag, launch.life, self.node, None, None, reason, time.time(), detail=detail
+            ))  # fmt: skip
             raise
         self.dialer = Dialer(self.keys, Down, self._find_manager, self._hello)
 
-    def leave(self, why: str, grace: float) -> None:
-        self.why = self.why or why
+    def leave(self, reason: ExitReason, grace: float, detail: str = "") -> None:
+        """End within ``grace`` s. ``detail`` says more about the reason, for people."""
+        if self.reason is None:
+            self.reason, self.detail = reason, detail
         self.by = min(self.by, asyncio.get_running_loop().time() + grace)
         self.news.set()
 
@@ -74,7 +81,7 @@ class FirstProcess:
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave, "asked", self.launch.grace)
+            loop.add_signal_handler(number, self.leave, ExitReason.STOPPED, self.launch.grace)
         if self.launch.dies_with_launcher:
             self._watch_launcher()
         tasks = [asyncio.create_task(self.dialer.run()), asyncio.create_task(self._obey())]
@@ -89,7 +96,7 @@ class FirstProcess:
             await self.dialer.close()
 
     async def admission(self) -> bool:
-        """Ask whether we are wanted. False when there is a reason to leave (``why``)."""
+        """Ask whether we are wanted. False when there is a reason to leave (``reason``)."""
         wanted = asyncio.create_task(self.dialer.ask(self._wanted(), ADMISSION))
         wanted.add_done_callback(lambda task: self.news.set())
         await self.until(wanted.done)
@@ -97,28 +104,34 @@ class FirstProcess:
             try:
                 answer = wanted.result()
             except TimeoutError:
-                self.leave("unwanted: no manager answered", 0.0)
+                self.leave(ExitReason.NOT_ADMITTED, 0.0, "no manager answered")
             else:
                 self._admitted = True
                 self._take(answer)
         else:
             wanted.cancel()
-        return self.why is None
+        return self.reason is None
 
     async def until(self, over: Callable[[], bool]) -> None:
         """Returns once ``over()`` (look again at every ``news``) or once there is a reason to leave."""
-        while not over() and self.why is None:
+        while not over() and self.reason is None:
             self.news.clear()
             await self.news.wait()
 
-    async def finish(self, code: int | None, number: int | None, why: str, said: str = "") -> None:
-        """Leave the exit record, then tell the manager if there is one within ``LAST_WORDS`` s."""
+    async def finish(
+        self, code: int | None, number: int | None, reason: ExitReason, detail: str = "", said: str = ""
+    ) -> None:
+        """Write the exit record, then send it to the manager if one connects within ``LAST_WORDS`` s.
+
+        ``number`` is the signal that ended the command, ``said`` its last line."""
         launch = self.launch
         if self._double:
-            print(f"rrl: {why}; the other one goes on", file=sys.stderr, flush=True)
+            print(f"rrl: {exit_text(reason, detail)}; the other one goes on", file=sys.stderr, flush=True)
             return
-        _leave_record(launch, ExitRecord(launch.tag, launch.life, self.node, code, number, why, time.time(), said))
-        self._told = StepExit(launch.life, launch.tag, code, number, why, said)
+        _leave_record(launch, ExitRecord(
+            launch.tag, launch.life, self.node, code, number, reason, time.time(), said, detail
+        ))  # fmt: skip
+        self._told = StepExit(launch.life, launch.tag, code, number, reason, said, detail)
         if self.dialer.connected:
             await self.dialer.send(self._told)
         else:
@@ -149,11 +162,11 @@ class FirstProcess:
             case Admitted(tag=self.launch.tag):
                 if not message.ok:
                     self._double = message.another
-                    self.leave(f"unwanted: {message.why}", 0.0)
+                    self.leave(ExitReason.NOT_ADMITTED, 0.0, message.why)
             case Fenced(life=self.launch.life) | Fenced(tag=self.launch.tag):  # a shadow's step goes by its tag alone
-                self.leave(f"unwanted: {message.why}", 0.0)
+                self.leave(ExitReason.FENCED, 0.0, message.why)
             case Stop(life=self.launch.life) | Stop(tag=self.launch.tag):
-                self.leave("asked", message.grace)
+                self.leave(ExitReason.STOPPED, message.grace)
             case _:
                 self.hear(message)
 
@@ -164,22 +177,22 @@ class FirstProcess:
         if parent == 0:  # outside of our pid namespace: it cannot be watched from here
             return
         if parent == 1:  # it died before we could look
-            self.leave("launcher died", 0.0)
+            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
             return
         try:
             fd = os.pidfd_open(parent)
         except ProcessLookupError:
-            self.leave("launcher died", 0.0)
+            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
             return
 
         def died() -> None:
             loop.remove_reader(fd)
             os.close(fd)
-            self.leave("launcher died", 0.0)
+            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
 
         loop.add_reader(fd, died)
         if os.getppid() != parent:  # it died meanwhile, and its pid may be somebody else's
-            self.leave("launcher died", 0.0)
+            self.leave(ExitReason.LAUNCHER_DIED, 0.0)
 
 
 def _leave_record(launch: Launch, record: ExitRecord) -> None:

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,39 @@ _PACKAGES = (
 )  # fmt: skip
 _SIOCGIFNETMASK = 0x891B
 """netdevice(7)"""
+_NVML_FAILED = 3
+"""exit code of :func:`print_nvml` for an error of NVML; Python itself ends with 1 or 2"""
 _RDMA = "/sys/class/infiniband"
 """RoCE cards are listed there too"""
+
+
+class UnreadCause(StrEnum):
+    """Why something could not be read."""
+
+    TIMEOUT = "timeout"
+    NOT_FOUND = "not_found"
+    """there is no such file or program"""
+    NVML = "nvml"
+    """the driver's library answered with an error"""
+    NO_CLUSTER = "no_cluster"
+    """Slurm's commands are installed, and no cluster is configured"""
+    OTHER = "other"
 
 
 class Unread(Struct, frozen=True, tag=True):
     """Something that could not be read, and why. It is neither good nor bad: nobody knows."""
 
     why: str
+    """for people"""
+    cause: UnreadCause = UnreadCause.OTHER
+
+
+class ReadError(OSError):
+    """A reader failed for a cause that decides something."""
+
+    def __init__(self, text: str, cause: UnreadCause) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class Ended(Struct, frozen=True, tag=True):
@@ -192,7 +218,7 @@ def ask(readers: Mapping[str, Callable[[], object]], within: float) -> dict[str,
         try:
             told[name] = reader()
         except Exception as error:
-            told[name] = Unread(_one_line(error))
+            told[name] = Unread(_one_line(error), _cause(error))
 
     threads = [threading.Thread(target=answer, args=each, daemon=True) for each in readers.items()]
     deadline = time.monotonic() + within
@@ -200,7 +226,8 @@ def ask(readers: Mapping[str, Callable[[], object]], within: float) -> dict[str,
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return {name: told.get(name, Unread(f"no answer within {within:g} s")) for name in readers}
+    late = Unread(f"no answer within {within:g} s", UnreadCause.TIMEOUT)
+    return {name: told.get(name, late) for name in readers}
 
 
 def command(argv: Sequence[str], within: float, env: Mapping[str, str] | None = None, given: str = "") -> Ended:
@@ -332,13 +359,16 @@ def parse_ucx(text: str, of: str = "") -> Ucx:
 def _nvml(within: float) -> Nvml:
     """In a process of its own: a GPU that hangs takes whoever asks it along."""
     done = command([sys.executable, "-P", "-c", "from rrl.roles.host import print_nvml; print_nvml()"], within)
+    if done.code == _NVML_FAILED:
+        raise ReadError(done.said.rpartition(" / ")[2], UnreadCause.NVML)
     if done.code:
         raise OSError(done.said.rpartition(" / ")[2] or f"NVML's reader ended with {done.code}")
     return msgspec.json.decode(done.out, type=Nvml)
 
 
 def print_nvml() -> None:
-    """Ask the driver's own library, which needs no package. Exits with a message when it does not answer rightly."""
+    """Ask the driver's own library, which needs no package. Exits with a message and with code
+    :data:`_NVML_FAILED` when the library returns an error."""
     import ctypes
 
     try:
@@ -350,7 +380,8 @@ def print_nvml() -> None:
 
     def must(code: int) -> None:
         if code:
-            sys.exit(f"NVML: {(library.nvmlErrorString(code) or b'').decode()}")
+            print(f"NVML: {(library.nvmlErrorString(code) or b'').decode()}", file=sys.stderr)
+            sys.exit(_NVML_FAILED)
 
     text, count, gpus = ctypes.create_string_buffer(96), ctypes.c_uint(), []
     must(library.nvmlInit_v2())
@@ -374,6 +405,14 @@ def read_torch(within: float) -> Torch:
         raise OSError(done.said.rpartition(" / ")[2])
     version, gpus = done.out.split()
     return Torch(version, int(gpus), time.monotonic() - began)
+
+
+def _cause(error: Exception) -> UnreadCause:
+    if isinstance(error, ReadError):
+        return error.cause
+    if isinstance(error, TimeoutError):
+        return UnreadCause.TIMEOUT
+    return UnreadCause.NOT_FOUND if isinstance(error, FileNotFoundError) else UnreadCause.OTHER
 
 
 def _one_line(error: Exception) -> str:

@@ -11,8 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from rrl.health.probes import NO_HANDLER
-from rrl.spec.words import Life
+from rrl.spec.words import Life, ProbeResult
 from rrl.transport.messages import Probe, Probed
 
 Handler = Callable[[], object]
@@ -41,7 +40,7 @@ class Probes:
         if probe.life != life:
             return
         if self._handler is None:
-            self._tell(Probed(life, probe.id, True, NO_HANDLER))
+            self._tell(Probed(life, probe.id, ProbeResult.NO_HANDLER))
         else:
             self._asked.append(probe)
 
@@ -54,6 +53,6 @@ class Probes:
         try:
             said = self._handler()
         except Exception as error:
-            self._tell(Probed(probe.life, probe.id, False, f"{type(error).__name__}: {error}"[:_TOLD]))
+            self._tell(Probed(probe.life, probe.id, ProbeResult.FAILED, f"{type(error).__name__}: {error}"[:_TOLD]))
         else:
-            self._tell(Probed(probe.life, probe.id, True, str(said or "")[:_TOLD]))
+            self._tell(Probed(probe.life, probe.id, ProbeResult.WORKS, str(said or "")[:_TOLD]))

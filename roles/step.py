@@ -21,7 +21,7 @@ from rrl.roles.processes import ProcessGroup, command_env, end_descendants
 from rrl.roles.role_log import RoleLog
 from rrl.roles.setting_up import SetUp
 from rrl.roles.standing_by import make_way
-from rrl.spec.launch import EXITED, NO_ROOM, NOT_STARTED, SIGNALLED, Launch, read_launch
+from rrl.spec.launch import ExitReason, Launch, read_launch
 
 BEFORE_TELLING = 0.5
 """s for killed descendants to end before the exit is told: normally some ms; one that hangs in the kernel must not
@@ -43,19 +43,19 @@ async def _live(launch: Launch, launch_file: str) -> int:
     first = FirstProcess(launch, launch_file)
     async with first.running():
         if not await first.admission():
-            await first.finish(None, None, first.why or "asked")
+            await first.finish(None, None, first.reason or ExitReason.STOPPED, first.detail)
             return 0
         held = await no_room(first)
-        if first.why is not None:  # meanwhile
-            await first.finish(None, None, first.why)
+        if first.reason is not None:  # meanwhile
+            await first.finish(None, None, first.reason, first.detail)
             return 0
         if held:
-            await first.finish(None, None, f"{NO_ROOM}{held}")
+            await first.finish(None, None, ExitReason.GPUS_OCCUPIED, held)
             return 127
         try:
             setup, log = _start(first)
         except OSError as error:
-            await first.finish(None, None, f"{NOT_STARTED}{error}")
+            await first.finish(None, None, ExitReason.NOT_STARTED, str(error))
             return 127
         command = setup.group
         async with spoken_for(first, command.pid, setup.begun):
@@ -63,11 +63,12 @@ async def _live(launch: Launch, launch_file: str) -> int:
         command.kill(SIGKILL)  # the rest of its group, before the leader's pid is free for others
         code, number = command.reap()
         left = end_descendants(first.me, BEFORE_TELLING)
-        if (trouble := setup.trouble()) and not first.why:
-            await first.finish(None, None, f"{NOT_STARTED}{trouble}")
+        if (trouble := setup.trouble()) and first.reason is None:
+            await first.finish(None, None, ExitReason.NOT_STARTED, trouble)
         else:
             said = await asyncio.to_thread(log.last_line) if code else ""
-            await first.finish(code, number, first.why or (EXITED if number is None else SIGNALLED), said)
+            reason = first.reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
+            await first.finish(code, number, reason, first.detail, said)
         if left and (left := end_descendants(first.me, BEFORE_LEAVING)):
             print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
         await asyncio.to_thread(log.finish)

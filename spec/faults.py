@@ -162,54 +162,80 @@ def concrete(target: str, kind: FaultKind, replicas: Mapping[str, int], draw: ra
     return f"{role}/{draw.randrange(replicas[role])}" if role in replicas else target
 
 
+class Misfit(StrEnum):
+    """What is wrong with a fault that is asked for."""
+
+    NO_SECONDS = "no_seconds"
+    """its kind needs seconds"""
+    NO_AMOUNT = "no_amount"
+    """its kind needs an amount, or another one"""
+    NO_SUCH_TARGET = "no_such_target"
+    """there is no such role, replica, rank or node"""
+    OTHER = "other"
+
+
+class Unfit(Struct, frozen=True):
+    """Why a fault cannot be injected."""
+
+    misfit: Misfit
+    text: str
+    """what is wrong and what would be right, for people"""
+
+
 def unfit(
     kind: FaultKind, target: str, seconds: float, amount: float, replicas: Mapping[str, int], at: At = At(),
     ranks: Mapping[str, int] | None = None,
-) -> str:  # fmt: skip
-    """Why this kind cannot hit that target so; empty when it can. Names of nodes are not known before the run.
+) -> Unfit | None:  # fmt: skip
+    """Return why this kind cannot hit that target so; None when it can. Names of nodes are not known before the run.
 
     ``replicas`` of each role, and ``ranks`` of each of these, where it is not one."""
-    return (
-        _unfit_figures(kind, seconds, amount)
-        or _unfit_target(kind, target, replicas, ranks or {})
-        or _unfit_at(kind, target, at)
-    )
+    if wrong := _unfit_figures(kind, seconds, amount):
+        return wrong
+    if wrong := _unfit_target(kind, target, replicas, ranks or {}):
+        return wrong
+    text = _unfit_at(kind, target, at)
+    return Unfit(Misfit.OTHER, text) if text else None
 
 
-def _unfit_figures(kind: FaultKind, seconds: float, amount: float) -> str:
+def _unfit_figures(kind: FaultKind, seconds: float, amount: float) -> Unfit | None:
     traits = TRAITS[kind]
     if traits.lasts and not seconds:
-        return f"{kind} needs seconds: how long it lasts"
+        return Unfit(Misfit.NO_SECONDS, f"{kind} needs seconds: how long it lasts")
     if seconds and not traits.ends:
-        return f"{kind} is for good: it takes no seconds"
+        return Unfit(Misfit.OTHER, f"{kind} is for good: it takes no seconds")
     if amount and not traits.amount:
-        return f"{kind} takes no amount"
+        return Unfit(Misfit.OTHER, f"{kind} takes no amount")
     if kind is FaultKind.SLOW and not 0 < amount < 1:
-        return "slow needs amount, the share of time that is left to its target, between 0 and 1"
+        share = "the share of time that is left to its target, between 0 and 1"
+        return Unfit(Misfit.NO_AMOUNT, f"slow needs amount, {share}")
     if kind is FaultKind.EXIT and not (amount == int(amount) and 0 <= amount <= MOST_CODE):
-        return f"exit needs amount, the exit code, from 0 to {MOST_CODE}"
+        return Unfit(Misfit.NO_AMOUNT, f"exit needs amount, the exit code, from 0 to {MOST_CODE}")
     if kind is FaultKind.DELAY and not amount:
-        return "delay needs amount: ms"
-    return ""
+        return Unfit(Misfit.NO_AMOUNT, "delay needs amount: ms")
+    return None
 
 
-def _unfit_target(kind: FaultKind, target: str, replicas: Mapping[str, int], ranks: Mapping[str, int]) -> str:
+def _unfit_target(kind: FaultKind, target: str, replicas: Mapping[str, int], ranks: Mapping[str, int]) -> Unfit | None:
     traits = TRAITS[kind]
     role, slash, _ = target.partition("/")
     if traits.hits is Hits.RUN:
-        return f"{kind} needs no target: it is about the whole run" if target else ""
+        return Unfit(Misfit.OTHER, f"{kind} needs no target: it is about the whole run") if target else None
     if target == MANAGER:
-        return "" if kind is FaultKind.KILL else f"the manager can only be killed, not {kind}"
+        wrong = Unfit(Misfit.OTHER, f"the manager can only be killed, not {kind}")
+        return None if kind is FaultKind.KILL else wrong
     if role in (AGENT, SHADOW) and slash:
         who = "an agent" if role == AGENT else "a shadow"
-        return "" if kind in HELPER_KINDS else f"{who} can only have {', '.join(HELPER_KINDS)}, not {kind}"
+        wrong = Unfit(Misfit.OTHER, f"{who} can only have {', '.join(HELPER_KINDS)}, not {kind}")
+        return None if kind in HELPER_KINDS else wrong
     if slash and role not in replicas:
-        return f'no role "{role}"; there are {", ".join(replicas)}'
+        return Unfit(Misfit.NO_SUCH_TARGET, f'no role "{role}"; there are {", ".join(replicas)}')
     if slash:
-        return _unfit_replica(target, replicas[role], ranks.get(role, 1))
+        text = _unfit_replica(target, replicas[role], ranks.get(role, 1))
+        return Unfit(Misfit.NO_SUCH_TARGET, text) if text else None
     if target and target not in replicas and traits.hits is not Hits.NODE:
-        return f'no role "{target}"; there are {", ".join(replicas)}; a replica is written "rollout/0"'
-    return ""
+        there = f'there are {", ".join(replicas)}; a replica is written "rollout/0"'
+        return Unfit(Misfit.NO_SUCH_TARGET, f'no role "{target}"; {there}')
+    return None
 
 
 def _unfit_replica(target: str, replicas: int, ranks: int) -> str:

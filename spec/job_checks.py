@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from rrl.spec.faults import TRAITS, FaultKind, Hits, read_at, unfit
+from rrl.spec.faults import TRAITS, FaultKind, Hits, Misfit, Unfit, read_at, unfit
 from rrl.spec.job_faults import fitting
 from rrl.spec.job_roles import CommandRole, Role, TrainerRole, TrajectoriesRole
 from rrl.spec.model_folder import BUILT_MAX_LENGTH, SHAPE
@@ -279,14 +279,18 @@ def _faults(job: Job) -> None:
     replicas = {name: role.replicas for name, role in job.every_role().items()}
     ranks = {name: role.ranks for name, role in job.every_role().items()}
     for index, one in enumerate(job.faults.planned):
-        if why := unfit(one.kind, one.target, one.seconds, one.amount, replicas, read_at(one.at), ranks):
-            raise mistake(("faults", "planned", index, "target" if "no r" in why else "kind"), why)
+        if wrong := unfit(one.kind, one.target, one.seconds, one.amount, replicas, read_at(one.at), ranks):
+            raise mistake(("faults", "planned", index, _key(wrong, "kind")), wrong.text)
         _helps(job, one.kind, one.target, ("faults", "planned", index, "kind"))
     for index, some in enumerate(job.faults.random):
         for kind in some.kinds:
-            if why := unfit(kind, some.target, *fitting(kind, some), replicas, ranks=ranks):
-                raise mistake(("faults", "random", index, "target" if "no r" in why else "kinds"), why)
+            if wrong := unfit(kind, some.target, *fitting(kind, some), replicas, ranks=ranks):
+                raise mistake(("faults", "random", index, _key(wrong, "kinds")), wrong.text)
             _helps(job, kind, some.target, ("faults", "random", index, "kinds"))
+
+
+def _key(wrong: Unfit, else_: str) -> str:
+    return "target" if wrong.misfit is Misfit.NO_SUCH_TARGET else else_
 
 
 def _helps(job: Job, kind: FaultKind, target: str, at: tuple[str | int, ...]) -> None:

@@ -6,6 +6,7 @@ environment: nothing of it goes through a command line or through Slurm.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
@@ -17,18 +18,34 @@ BEAT_ENV = "RRL_BEAT"
 """s between two beats of a worker, a step or an agent, in the launch file's environment"""
 LAUNCH_ENV = "RRL_LAUNCH"
 """Environment variable of every process of a step: the path of its launch file. Sweeps find our processes by it."""
-EXITED = "exited"
-"""``ExitRecord.why`` of a command that ended by itself, whatever its code"""
-SIGNALLED = "signalled"
-"""``ExitRecord.why`` of a command that a signal ended that was not ours"""
-ASKED = "asked"
-"""``ExitRecord.why`` of a step that was asked to end: by the manager, or by a SIGTERM, whoever sent it"""
-NOT_STARTED = "not started: "
-"""how the ``why`` of a command begins that could not be started at all: proof that it is not there"""
-NO_ROOM = "no room on its GPUs: "
-"""the same of one whose GPUs others hold memory of: it may well start elsewhere, or later"""
-ENDED_AT_ONCE = "its step ended as soon as it began"
-"""how a cluster begins to say of a launch that its first process ended before it spoke"""
+
+
+class ExitReason(StrEnum):
+    """Why a step ended. The values are also what people read (:func:`exit_text`)."""
+
+    EXITED = "exited"
+    """the command ended by itself, whatever its exit code"""
+    SIGNALED = "signalled"
+    """a signal that rrl did not send ended the command"""
+    STOPPED = "stopped on request"
+    """the step was asked to end: by the manager, or by a SIGTERM, whoever sent it"""
+    NOT_ADMITTED = "not admitted"
+    """the manager refused the step, maybe as the second one under its tag, or no manager answered"""
+    FENCED = "fenced"
+    """the incarnation is no longer current"""
+    LAUNCHER_DIED = "launcher died"
+    """the parent of the first process (slurmstepd) is gone"""
+    NOT_STARTED = "not started"
+    """the command could not be started at all: proof that it is not there"""
+    GPUS_OCCUPIED = "no room on its GPUs"
+    """other processes hold memory of its GPUs: the command may start elsewhere, or later"""
+    LOST = "vanished"
+    """the first process is gone and left no exit record"""
+
+
+def exit_text(reason: ExitReason, detail: str = "") -> str:
+    """Return what people read about the end of a step; nothing is decided by it."""
+    return f"{reason.value}: {detail}" if detail else reason.value
 
 
 class Launch(Struct, frozen=True):
@@ -84,12 +101,13 @@ class ExitRecord(Struct, frozen=True):
     code: int | None
     """exit code, or None when a signal ended it"""
     signal: int | None
-    why: str
-    """``exited``, ``signalled``, ``asked`` (told to stop), ``unwanted: …``, ``launcher died``, ``not started: …``"""
+    reason: ExitReason
     at: float
     """wall clock of the node, for display only"""
     said: str = ""
     """the last line that the command wrote, where it ended by itself and not well"""
+    detail: str = ""
+    """more about ``reason``, for people"""
 
 
 def tag_of(run: str, life: Life) -> str:

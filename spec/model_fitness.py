@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from rrl.spec.model_folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -27,25 +29,36 @@ _HEADER_MAX = 100 * 2**20
 """bytes; safetensors' own limit of a file's header"""
 
 
-def unfit(folder: Path, chat: bool, longest: int | None = None) -> str:
-    """Why the folder cannot be ``[model] path``, and what would be right; empty: nothing speaks against it.
-    ``longest``: what ``[model] max_length`` says."""
+class Unfit(Struct, frozen=True):
+    """Why a folder cannot be used as ``[model] path``."""
+
+    key: str
+    """of ``[model]``, that is to be changed"""
+    text: str
+    """what is wrong, and what would be right"""
+
+
+def unfit(folder: Path, chat: bool, longest: int | None = None) -> Unfit | None:
+    """Return why the folder cannot be ``[model] path``; None: nothing speaks against it. ``longest`` is ``[model]
+    max_length``."""
     if not folder.is_dir():
-        return f"{str(folder)!r} is a file; name the folder that it is in"
+        return Unfit("path", f"{str(folder)!r} is a file; name the folder that it is in")
     for pattern, made_by in ((CONFIG, "model"), (WEIGHTS, "model"), (TOKENIZER, "tokenizer")):
         if next(folder.glob(pattern), None) is None:
-            return f"{str(folder)!r} has no {pattern}; name a folder that save_pretrained of transformers made of a" \
-                   f" {made_by}"  # fmt: skip
+            fix = f"name a folder that save_pretrained of transformers made of a {made_by}"
+            return Unfit("path", f"{str(folder)!r} has no {pattern}; {fix}")
     try:
-        said = read_json(folder / TOKENIZER_CONFIG)
-        troubles = (*_kinds(folder), *_lengths(folder, longest), *_weights(folder), *_tokens(folder, said))
+        settings = read_json(folder / TOKENIZER_CONFIG)
+        kinds, too_long = [*_kinds(folder)], [*_lengths(folder, longest)]
+        others = [*_weights(folder), *_tokens(folder, settings)]
     except ValueError as error:
-        return str(error)
-    if troubles:
-        return troubles[0]
-    if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in said:
-        return f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}"
-    return ""
+        return Unfit("path", str(error))
+    for key, texts in (("path", kinds), ("max_length", too_long), ("path", others)):
+        if texts:
+            return Unfit(key, texts[0])
+    if chat and not (folder / CHAT_TEMPLATE).exists() and "chat_template" not in settings:
+        return Unfit("chat", f"{str(folder)!r} has no chat template; remove chat = true, or add {CHAT_TEMPLATE}")
+    return None
 
 
 def _kinds(folder: Path) -> Iterator[str]:

@@ -144,6 +144,35 @@ class Remedy(StrEnum):
     SUPPORT = "support"
 
 
+class Flag(StrEnum):
+    """What is special about a finding, beside its verdict and cause: for whoever decides something by it."""
+
+    NOT_STARTED = "not_started"
+    """a command could not be started at all; its first evidence says why"""
+    OBSERVED = "observe_only"
+    """the job's or the site's settings keep it from having consequences"""
+    HELD_BACK = "held_back"
+    """it was downgraded, because something shared by several nodes is the likelier cause"""
+    UNAVAILABLE = "unavailable"
+    """nothing on this node can answer the check"""
+    ON_MOST_NODES = "on_most_nodes"
+    """the same was found on most nodes of the run at nearly the same time"""
+
+
+class ProbeResult(StrEnum):
+    """What a worker replies to a probe."""
+
+    WORKS = "works"
+    FAILED = "failed"
+    """the handler raised"""
+    NO_HANDLER = "no_handler"
+    """the process lives; its role has registered nothing that a probe could call"""
+
+
+STACKS = "stacks"
+"""source of evidence that was read off the stacks of processes"""
+
+
 class Evidence(Struct, frozen=True):
     """One reading that speaks for or against a replica or node. ``at`` is the manager's receipt time (s)."""
 
@@ -169,6 +198,11 @@ class Finding(Struct, frozen=True):
     proof: bool = False
     part: str = ""
     """of the node, what it is about: a GPU's UUID, a port (``mlx5_0/1``), a path; empty: the whole"""
+    flags: tuple[Flag, ...] = ()
+    """what decisions go by beside verdict, cause and remedy; never the text of the evidence"""
+    shared: tuple[Cause, str, str] | None = None
+    """of a finding about the run as a whole: the cause, detector and part that findings of several nodes or replicas
+    have in common"""
 
     @property
     def key(self) -> str:

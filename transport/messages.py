@@ -10,9 +10,10 @@ from __future__ import annotations
 from msgspec import Struct
 
 from rrl.spec.faults import Fault
-from rrl.spec.words import Finding, Life, NodeName, ReplicaId, Version
+from rrl.spec.launch import ExitReason
+from rrl.spec.words import Finding, Life, NodeName, ProbeResult, ReplicaId, Version
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of this conversation; what a peer of another version says is dropped and counted."""
 
 
@@ -91,9 +92,11 @@ class StepExit(Struct, frozen=True, tag=True):
     tag: str
     code: int | None
     signal: int | None
-    why: str
+    reason: ExitReason
     said: str = ""
     """the last line that the command wrote, where it ended by itself and not well"""
+    detail: str = ""
+    """more about ``reason``, for people"""
 
 
 class AgentHello(Struct, frozen=True, tag=True):
@@ -165,9 +168,9 @@ class Probed(Struct, frozen=True, tag=True):
 
     life: Life
     id: int
-    ok: bool
+    result: ProbeResult
     detail: str = ""
-    """what was done for it, or why it failed"""
+    """what was done for it, or why it failed; for people"""
 
 
 class Stacks(Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ import ipaddress
 
 from rrl.cli.doctor.facts import Check, Facts, Storage, Visit
 from rrl.cli.doctor.verdicts import fail, limit, ok, size, unknown, warn
-from rrl.roles.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unread
+from rrl.roles.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unread, UnreadCause
 
 ROOM = 4 * 2**30
 """bytes of memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)"""
@@ -253,7 +253,7 @@ def _vllm(python: Python | Unread) -> Check:
 
 def _nvml(nvml: Nvml | Unread, cluster: bool) -> Check:
     if isinstance(nvml, Unread):
-        return warn("host.nvml", nvml.why) if nvml.why.startswith("NVML: ") else unknown("host.nvml", nvml)
+        return warn("host.nvml", nvml.why) if nvml.cause is UnreadCause.NVML else unknown("host.nvml", nvml)
     if not nvml.driver:
         return ok("host.nvml", f"no NVIDIA driver here{', as on most login nodes' if cluster else ''}")
     return ok("host.nvml", f"driver {nvml.driver}: {', '.join(nvml.gpus) or 'no GPU'}")

@@ -6,7 +6,7 @@ from rrl.cli.doctor.facts import Check, Facts, Visit
 from rrl.cli.doctor.host_checks import candidates, listed, memlock, nofile, packet_filter, tmp, ucx
 from rrl.cli.doctor.meanings import MEANINGS
 from rrl.cli.doctor.verdicts import fail, ok, unknown, warn
-from rrl.roles.host import Ended, Host, Network, Nvml, Python, Unread
+from rrl.roles.host import Ended, Host, Network, Nvml, Python, Unread, UnreadCause
 from rrl.roles.probe_node import NodeReport
 
 SKEW = 1.0
@@ -94,7 +94,7 @@ def _torch(report: NodeReport) -> Check:
     if isinstance(torch, Unread):
         if not isinstance(python, Unread) and "torch" not in python.packages:
             return warn("node.torch", "not installed there")
-        slow = "no answer" in torch.why
+        slow = torch.cause is UnreadCause.TIMEOUT
         return warn("node.torch", f"importing it: {torch.why}", _SLOW) if slow else unknown("node.torch", torch)
     told = f"{torch.version} imports in {torch.seconds:.1f} s and sees {torch.gpus} GPUs"
     if report.slurm_gpus and not torch.gpus and _has_driver(report):
@@ -145,7 +145,7 @@ def _clock(visit: Visit) -> Check:
 def _sbatch(report: NodeReport) -> Check:
     answer = report.sbatch
     if isinstance(answer, Unread):
-        absent = "No such file" in answer.why
+        absent = answer.cause is UnreadCause.NOT_FOUND
         return warn("node.sbatch", "no sbatch on PATH there") if absent else unknown("node.sbatch", answer)
     assert isinstance(answer, Ended)
     told = answer.said[:200]
@@ -155,7 +155,7 @@ def _sbatch(report: NodeReport) -> Check:
 def _gpus(report: NodeReport) -> Check:
     nvml, given = report.host.nvml, [one for one in report.slurm_gpus.split(",") if one]
     if isinstance(nvml, Unread):
-        return warn("node.gpus", nvml.why) if nvml.why.startswith("NVML: ") else unknown("node.gpus", nvml)
+        return warn("node.gpus", nvml.why) if nvml.cause is UnreadCause.NVML else unknown("node.gpus", nvml)
     if not nvml.driver:
         told = "no NVIDIA driver there"
         return warn("node.gpus", f"{told}, but Slurm gave the job GPU {report.slurm_gpus}") if given else ok(

@@ -35,7 +35,7 @@ from rrl.cli.doctor.facts import (
 from rrl.manager import own_job
 from rrl.manager.cluster.slurm_commands import NO_CLUSTER, environment
 from rrl.manager.cluster.slurm_limits import look
-from rrl.roles.host import Ended, Unread, ask, command, filesystem, read_host
+from rrl.roles.host import Ended, ReadError, Unread, UnreadCause, ask, command, filesystem, read_host
 from rrl.spec.rundir import runs_root
 
 WITHIN = 10.0
@@ -99,7 +99,7 @@ def read_slurm(wanted: Wanted) -> Slurm | str:
         },
         2 * WITHIN,
     )
-    if isinstance(first["config"], Unread) and NO_CLUSTER in first["config"].why:
+    if isinstance(first["config"], Unread) and first["config"].cause is UnreadCause.NO_CLUSTER:
         return "Slurm's commands are installed here, and no cluster is configured"
     second = ask(
         {
@@ -114,7 +114,8 @@ def read_slurm(wanted: Wanted) -> Slurm | str:
 def _said(*argv: str) -> str:
     ended = slurm(*argv)
     if ended.code:
-        raise OSError(f"{argv[0]}: {ended.said or f'exit code {ended.code}'}")
+        cause = UnreadCause.NO_CLUSTER if NO_CLUSTER in ended.said else UnreadCause.OTHER
+        raise ReadError(f"{argv[0]}: {ended.said or f'exit code {ended.code}'}", cause)
     return ended.out
 
 

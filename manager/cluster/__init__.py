@@ -17,13 +17,50 @@ from rrl.spec.jobview import Resources
 from rrl.spec.words import NodeName
 
 
+class RejectReason(StrEnum):
+    """Why something that was asked of the cluster was certainly not done."""
+
+    REFUSED = "refused"
+    """the cluster said no"""
+    NOT_HELD = "not_held"
+    """the cluster does not list the allocation as running"""
+    NEVER_APPEARED = "never_appeared"
+    """the cluster never listed it"""
+    NOT_STARTED = "not_started"
+    """the command could not be started at all: proof that it is not there"""
+    EXITED_AT_ONCE = "exited_at_once"
+    """the first process of the step ended before it reported anything"""
+
+
 class Refused(Exception):
-    """Certainly not done. The text says what the cluster said."""
+    """Certainly not done. The text says what the cluster said, for people; ``reason`` is what decisions go by."""
+
+    reason = RejectReason.REFUSED
 
 
 class NotHeld(Refused):
-    """Certainly not done, because the cluster does not list the allocation as running now. That is no failure of what
-    was to be started, nor of its node: the next looks at the cluster tell what has become of the allocation."""
+    """Certainly not done, because the cluster does not list the allocation as running now. That is not a failure of
+    what was to be started, nor of its node: the next looks at the cluster tell what has become of the allocation."""
+
+    reason = RejectReason.NOT_HELD
+
+
+class NotStarted(Refused):
+    """A step whose first process, or whose command, is not there or cannot be started at all."""
+
+    reason = RejectReason.NOT_STARTED
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"not started: {text}")
+
+
+class ExitedAtOnce(Refused):
+    """A step whose first process ended before it reported anything."""
+
+    reason = RejectReason.EXITED_AT_ONCE
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"its step ended as soon as it began: {text}")
 
 
 class Unanswered(Exception):
@@ -90,6 +127,8 @@ class NodeSeen(Struct, frozen=True):
     state: NodeState
     detail: str = ""
     """the cluster's own words: state with flags, reason"""
+    reason: str = ""
+    """the reason that whoever drained it gave: equal to that of a drain of ours where the drain is ours"""
 
 
 class AllocationSeen(Struct, frozen=True):

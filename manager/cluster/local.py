@@ -27,13 +27,14 @@ from rrl.manager.cluster import (
     NodeSeen,
     NodeState,
     NotHeld,
+    NotStarted,
     Observed,
     Refused,
     Step,
     Unanswered,
 )  # fmt: skip
 from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import LAUNCH_ENV, NOT_STARTED, read_launch
+from rrl.spec.launch import LAUNCH_ENV, read_launch
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import NodeName
@@ -118,7 +119,7 @@ class LocalCluster:
             first = self._start(step)
         except OSError as error:
             record.unlink()
-            raise Refused(f"{NOT_STARTED}cannot start {self._python}: {error.strerror}") from error
+            raise NotStarted(f"cannot start {self._python}: {error.strerror}") from error
         if first is not None:
             self._write(record, msgspec.structs.replace(launched, pid=first.pid, started=first.started))
 

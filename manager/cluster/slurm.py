@@ -50,9 +50,6 @@ STOP_MARGIN = 2.0
 _WAITED = re.compile(r"Pending job allocation (\d+)")
 _TOO_FEW = "Requested node configuration is not available"
 """what Slurm says where all nodes that there are, but for the excluded ones, are too few"""
-COMPLETING = "COMPLETING"
-TAKEN_BACK = ("PREEMPTED", "TIMEOUT", "DEADLINE")
-"""states in which a job ends by no fault of what ran in it"""
 _NOT_NOW = "Unable to allocate resources: "
 """what salloc says of a job that could not start at once; sbatch then says whether it ever can"""
 
@@ -332,11 +329,9 @@ class SlurmCluster:
         first, *others = sorted(jobs, key=lambda job: (order.index(job.state), int(job.id)))
         alive = [job.id for job in others if job.state is not AllocationState.ENDED]
         detail = first.detail + (f"; also job {', '.join(alive)}" if alive else "")
-        state, ended = first.state, first.state is AllocationState.ENDED
-        if first.detail.startswith(COMPLETING):  # why it ended is told only when all of it has
-            state = AllocationState.ENDING
-        taken = first.taken or (ended and first.detail.startswith(TAKEN_BACK))
-        cancelled = ended and first.detail.startswith("CANCELLED")
+        state = AllocationState.ENDING if first.end is text.JobEnd.COMPLETING else first.state
+        taken = first.taken or first.end is text.JobEnd.TAKEN_BACK
+        cancelled = first.end is text.JobEnd.CANCELLED
         return AllocationSeen(state, first.id, first.nodes, detail, first.hopeless, first.left, taken, cancelled)
 
     async def _read_jobs(self, budgeted: bool = False) -> None:

@@ -23,10 +23,9 @@ from ClusterShell.NodeSet import NodeSet
 from rrl.manager.cluster import Refused, Unanswered
 from rrl.manager.cluster import slurm_text as text
 from rrl.manager.cluster.slurm_commands import Ended, unanswered
+from rrl.spec.drains import RUN_PREFIX, DrainOwner, drain_owner
 from rrl.spec.words import NodeName
 
-OURS = "rrl:"
-"""what the reason of every drain of ours begins with"""
 LATER = " : Not responding"
 """what slurmctld appends to the reason of a node that it loses"""
 _NO_RIGHTS = re.compile(r"Invalid user id|Access/permission denied", re.IGNORECASE)
@@ -51,8 +50,8 @@ class SlurmNodes:
         """by us: what becomes of them is worth knowing, whosever they are by then"""
 
     async def drain(self, node: NodeName, reason: str) -> None:
-        if not reason.startswith(OURS):
-            raise ValueError(f"a reason of ours begins with {OURS}: {reason!r}")
+        if drain_owner(reason) is DrainOwner.OTHER:
+            raise ValueError(f"the reason of a drain by rrl begins with {RUN_PREFIX}: {reason!r}")
         before = await self._look(node)
         if before.draining and _base(before.reason) == reason:
             self.drained.add(node)

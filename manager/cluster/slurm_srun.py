@@ -16,10 +16,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rrl.manager.cluster import Refused, Step, Unanswered
+from rrl.manager.cluster import ExitedAtOnce, NotStarted, Refused, Step, Unanswered
 from rrl.manager.cluster.slurm_commands import Ended, SlurmLimits, end, environment, failure
 from rrl.spec.last_words import absent, last_lines, last_lines_of
-from rrl.spec.launch import ENDED_AT_ONCE, NOT_STARTED
 from rrl.spec.processes import AGENT_MODULE, STEP_MODULE
 from rrl.spec.units import slurm_mem
 
@@ -147,9 +146,9 @@ def _refusal(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
     """What an srun that ended so early means: its own word, or that of the step's first process."""
     said, words = _tail(srun.said), last_lines_of(output)
     if absent(words):
-        return Refused(f"{NOT_STARTED}{words}")
+        return NotStarted(words)
     if output.exists() and "Exited with exit code" in said:
-        return Refused(f"{ENDED_AT_ONCE}: {words or last_lines(said)}")
+        return ExitedAtOnce(words or last_lines(said))
     return failure("srun", Ended(code, "", said))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from enum import StrEnum
 
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 from msgspec import Struct
@@ -74,6 +75,24 @@ class Unreadable(Exception):
     """Slurm printed something that we do not understand."""
 
 
+class JobEnd(StrEnum):
+    """How a job ends, or has ended."""
+
+    COMPLETING = "completing"
+    """it ends; Slurm says why once all of it has ended"""
+    TAKEN_BACK = "taken_back"
+    """by no fault of what ran in it: preempted, or its time was over"""
+    CANCELLED = "cancelled"
+    OTHER = "other"
+
+
+_ENDS = {
+    "COMPLETING": JobEnd.COMPLETING, "PREEMPTED": JobEnd.TAKEN_BACK, "TIMEOUT": JobEnd.TAKEN_BACK,
+    "DEADLINE": JobEnd.TAKEN_BACK, "CANCELLED": JobEnd.CANCELLED,
+}  # fmt: skip
+"""by squeue's word for the state"""
+
+
 class Job(Struct, frozen=True):
     id: str
     """its own, for a component of a heterogeneous job too: its steps are listed under it"""
@@ -92,6 +111,8 @@ class Job(Struct, frozen=True):
     """of a component: the id of the heterogeneous job, which is that of its first component"""
     offset: int = 0
     """of a component: its number, from 0"""
+    end: JobEnd | None = None
+    """None: it has not ended"""
 
     @property
     def target(self) -> tuple[str, ...]:
@@ -150,7 +171,9 @@ def read_jobs(text: str) -> list[Job]:
         leader, plus, offset = shown.partition("+")
         component = (leader, int(offset)) if plus and offset.isdigit() else ("", 0)
         left, taken = _time_left(time_left, limit, start, end) if state is AllocationState.RUNNING else (None, False)
-        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, left, taken, *component))
+        how_it_ended = _ENDS.get(word, JobEnd.OTHER) if state is AllocationState.ENDED else None
+        jobs.append(Job(number, state, _expand(nodes), name, detail, comment, never, left, taken, *component,
+                        how_it_ended))  # fmt: skip
     return jobs
 
 
@@ -203,7 +226,7 @@ def read_nodes(text: str) -> dict[NodeName, NodeSeen]:
             raise Unreadable(f"no node in {line[:80]!r}")
         reason = _REASON.search(line)
         detail = f"{state[1]}: {reason[1]}" if reason else state[1]
-        nodes[NodeName(name[1])] = NodeSeen(node_state(state[1]), detail)
+        nodes[NodeName(name[1])] = NodeSeen(node_state(state[1]), detail, reason[1] if reason else "")
     return nodes
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from rrl.manager.actions import Finish, Rung, Why
 from rrl.manager.planner.rooms import Rooms, asked_first, never_started
 from rrl.manager.state import Replica, State, Status, finding_about, workers
-from rrl.spec.launch import NOT_STARTED
-from rrl.spec.words import AGENT, SHADOW, NodeName, Outcome, ReplicaId, gang_of, replica_id
+from rrl.spec.words import AGENT, SHADOW, Flag, NodeName, Outcome, ReplicaId, gang_of, replica_id
 
 PROVED = 2
 """Tries after which a command that cannot be started is proved not to be there: on so many nodes, or on the only one
@@ -30,7 +29,7 @@ def not_there(state: State, rooms: Rooms) -> Finish | None:
         nodes = {node for _, node in tries}
         if len(nodes) >= PROVED or (len(tries) >= PROVED and not _untried(state, rooms, replicas, nodes)):
             said, _ = tries[-1]
-            return rejected((f"{role.name}: {NOT_STARTED}{said} on {_few(node for _, node in tries)}",))
+            return rejected((f"{role.name}: {said} on {_few(node for _, node in tries)}",))
     return None
 
 
@@ -42,14 +41,14 @@ def _untried(state: State, rooms: Rooms, replicas: list[Replica], tried: set[Nod
     return any(rooms.vacant_for(one) for one in replicas if _tries(state, one))
 
 
-def never_joined(state: State, replica: Replica, evidence: tuple[str, ...]) -> tuple[str, ...]:
-    """Why this replica has no life that ever joined, after too many failed starts; empty where there is another
-    reason, or it may yet join. ``evidence``: of its newest failure."""
+def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:
+    """Return why no incarnation of this replica ever joined, after too many failed starts; empty where there is another
+    reason, or it may yet join. ``evidence`` and ``detector`` are those of its newest failure."""
     failing = replica.believed and finding_about(state, replica.life) is not None
     failed = replica.unstarted + failing
     if replica.role in (AGENT, SHADOW) or replica.ever_joined or failed < state.job.recovery.first_start:
         return ()
-    if evidence and evidence[0].startswith("never_joined"):
+    if detector == "never_joined":
         within = f"within {state.job.limits.join:g} s"
         return (f"{replica.id} never joined {within}, {failed} times: is rrl.join() called?", *evidence)
     return (*evidence, f"{failed} starts of {replica.id} failed, and none has ever joined")
@@ -101,11 +100,11 @@ def all_given_up(state: State, replica: Replica, spared: set[ReplicaId]) -> bool
 
 def _tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
     """Starts of this replica that found no command: what was said, and where."""
-    tries = [(start.why, start.node) for start in replica.failures]
+    tries = [(start.not_started, start.node) for start in replica.failures if start.not_started is not None]
     finding = finding_about(state, replica.life) if replica.believed else None
-    if finding is not None and replica.node is not None:
-        tries.append(("; ".join(one.text for one in finding.evidence), replica.node))
-    return [(why.partition(NOT_STARTED)[2], node) for why, node in tries if NOT_STARTED in why]
+    if finding is not None and replica.node is not None and Flag.NOT_STARTED in finding.flags:
+        tries.append((finding.evidence[0].text, replica.node))
+    return tries
 
 
 def _few(nodes: Iterable[NodeName]) -> str:

@@ -69,7 +69,7 @@ def _well(node: Node) -> bool:
     given back is the cluster's to judge: it gives us none that is down."""
     if node.seen is None:
         return not (node.allocation or node.proved or node.drained)
-    ours = bool(node.drained) and node.seen.detail.endswith(f": {node.drained}")
+    ours = bool(node.drained) and node.seen.reason == node.drained
     return node.seen.state is NodeState.UP or (ours and node.seen.state is NodeState.DRAINING)
 
 

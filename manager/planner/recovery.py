@@ -145,7 +145,8 @@ def _lost(state: State, replica: Replica) -> tuple[str, ...]:
 
 def _unlaunched(case: Case) -> Decision | None:
     """It waits for its next launch; the cluster has refused too many, or too many came to nothing."""
-    if mistake := never_joined(case.state, case.failed, (case.failed.failures[-1].why,)):
+    newest = case.failed.failures[-1]
+    if mistake := never_joined(case.state, case.failed, (newest.why,), newest.detector):
         return _never(case, mistake)
     if case.recent > case.state.job.recovery.per_replica:
         return _down(case, ("its launches were refused", _spent(case)), Rung.DEGRADED)
@@ -155,7 +156,8 @@ def _unlaunched(case: Case) -> Decision | None:
 def _choose(case: Case, members: _Members, evidence: tuple[str, ...]) -> Decision:
     """The first rung of the ladder that fits: from the top, unless the evidence speaks for more."""
     state, failed = case.state, case.failed
-    if mistake := never_joined(state, failed, evidence):
+    finding = finding_about(state, failed.life)
+    if mistake := never_joined(state, failed, evidence, finding.detector if finding is not None else ""):
         return _never(case, mistake)
     if case.recent >= state.job.recovery.per_replica:
         return _down(case, (*evidence, _spent(case)), Rung.DEGRADED)

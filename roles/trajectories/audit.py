@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from rrl.roles.trajectories.records import Binding, Commitment, Dropped, Head, Made, Record, Settled
+from rrl.roles.trajectories.records import Binding, Commitment, DropCause, Dropped, Head, Made, Record, Settled
 
 
 class Audit(Struct, frozen=True):
@@ -18,6 +18,8 @@ class Audit(Struct, frozen=True):
     """in committed steps"""
     dropped: dict[str, int]
     """by reason"""
+    stale: int
+    """of those, dropped for the age of their tokens"""
     open: int
     """neither yet, uncommitted steps included"""
     committed: int
@@ -28,7 +30,7 @@ class Audit(Struct, frozen=True):
 
 
 def audit(records: Iterable[Record]) -> Audit:
-    made = committed = 0
+    made = committed = stale = 0
     sizes: dict[int, int] = {}
     steps: dict[int, tuple[int, ...]] = {}
     ages: dict[int, int] = {}
@@ -49,9 +51,10 @@ def audit(records: Iterable[Record]) -> Audit:
                     ages[number] = record.max_age
             case Commitment(number):
                 committed = max(committed, number)
-            case Dropped(group, trajectories, reason):
+            case Dropped(group, trajectories, reason, cause):
                 sizes.pop(group, None)
                 dropped[reason] += trajectories
+                stale += trajectories if cause is DropCause.STALE else 0
                 for number in [n for n in steps if n > committed and group in steps[n]]:
                     del steps[number]
             case _:
@@ -62,4 +65,4 @@ def audit(records: Iterable[Record]) -> Audit:
                 sizes.pop(group, None)
     trained = sum(count for number, count in in_step.items() if number <= committed)
     max_age = max((age for number, age in ages.items() if number <= committed), default=0)
-    return Audit(made, trained, dict(dropped), sum(sizes.values()), committed, steps, max_age)
+    return Audit(made, trained, dict(dropped), stale, sum(sizes.values()), committed, steps, max_age)

@@ -36,7 +36,6 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from rrl.roles.trajectories.records import STALE
 from rrl.roles.trajectories.state import Group, State
 
 _LOOKED_AT = 10
@@ -55,8 +54,8 @@ class Freshness:
         self._per_batch = groups_per_batch
         self.waits = waits
         self.reason = (
-            f"{STALE}: no step can train it before a token is more than {most} weight versions old" if waits
-            else f"{STALE}: a token is more than {most} weight versions old"
+            f"stale: no step can train it before a token is more than {most} weight versions old" if waits
+            else f"stale: a token is more than {most} weight versions old"
         )  # fmt: skip
         self._begun: dict[int, int] = {}
         """step of the weights that a group was begun with, by number of the group"""

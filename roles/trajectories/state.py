@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from rrl.roles.trajectories.records import (
     FORMAT,
-    STALE,
     Binding,
     Commitment,
+    DropCause,
     Dropped,
     Fence,
     Grown,
@@ -103,8 +103,8 @@ class State:
                 self.commitments[number] = record
                 self.committed = number
                 self._settle(number - self._keep)
-            case Dropped(group, _, reason):
-                self.stale += reason.startswith(STALE)
+            case Dropped(group, cause=cause):
+                self.stale += cause is DropCause.STALE
                 if group in self.groups:  # else it is history, carried on for the audit
                     self.bindings.pop(self.groups[group].bound or 0, None)
                     self._forget(group)

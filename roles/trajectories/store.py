@@ -21,6 +21,7 @@ from rrl.roles.trajectories.freshness import Freshness
 from rrl.roles.trajectories.leases import Believed, Leases
 from rrl.roles.trajectories.records import (
     Commitment,
+    DropCause,
     Dropped,
     Fence,
     Grown,
@@ -331,7 +332,7 @@ class Store:
             self._offer(track)
             return False
         if self._freshness.too_old(piece.step):
-            self._drop(group, self._freshness.reason)
+            self._drop(group, self._freshness.reason, DropCause.STALE)
             return False
         self._begin(group, piece.step)
         return True
@@ -400,7 +401,7 @@ class Store:
                 self._drop(tracks[trajectory].group, why)
         return Done()
 
-    def _drop(self, group: Group, reason: str) -> None:
+    def _drop(self, group: Group, reason: str, cause: DropCause = DropCause.OTHER) -> None:
         """Rule 8: the other end of a trajectory. A GRPO group is whole or of no use."""
         if group.bound is None:
             self._unbound -= 1
@@ -411,11 +412,11 @@ class Store:
         for track in group.tracks:
             self._writing.release(track.id)
             self._scoring.release(track.id)
-        self._durable.write(Dropped(group.made.group, len(group.tracks), reason))
+        self._durable.write(Dropped(group.made.group, len(group.tracks), reason, cause))
 
     def _drop_misfits(self) -> None:
         for group in list(self._freshness.misfits()):
-            self._drop(group, self._freshness.reason)
+            self._drop(group, self._freshness.reason, DropCause.STALE)
 
     def warning(self) -> str | None:
         """Something that a person should know of, once."""

@@ -16,6 +16,7 @@ from rrl.manager.ledger import write_summary
 from rrl.manager.state import State
 from rrl.spec.job import Job
 from rrl.spec.jobview import JobView
+from rrl.spec.launch import ExitReason
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import (
     Cause,
@@ -134,7 +135,8 @@ class Story:
             "exit_record", Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, self.now,
             (Evidence("step", evidence, self.now),), life=self.life(replica), proof=True,
         )  # fmt: skip
-        self.tell(ev.StepEnded(self.life(replica), f"{self.run}.x", None, 9, "signalled"), ev.FindingChanged(finding))
+        self.tell(ev.StepEnded(self.life(replica), f"{self.run}.x", None, 9, ExitReason.SIGNALED))
+        self.tell(ev.FindingChanged(finding))
         return finding
 
     def fences(self, replica: str, evidence: str = "exit_record: step: killed by signal 9") -> Story:

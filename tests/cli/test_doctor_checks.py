@@ -17,7 +17,7 @@ from rrl.cli.views.doctor import doctor_view, tally
 from rrl.docs import make_doctor
 from rrl.manager.cluster import NodeState
 from rrl.manager.cluster.slurm_limits import Limit, SeenLimits
-from rrl.roles.host import Dcgm, Ended, Host, Limits, Machine, Network, Nvml, Scratch, Torch, Ucx, Unread
+from rrl.roles.host import Dcgm, Ended, Host, Limits, Machine, Network, Nvml, Scratch, Torch, Ucx, Unread, UnreadCause
 from rrl.roles.probe_node import Reached
 from rrl.spec.load import table_at
 from rrl.spec.words import Verdict
@@ -27,6 +27,8 @@ from rrl.tests.cli.pictures import drawn, same_as_kept
 
 OK, WARN, FAIL, UNKNOWN = Verdict
 WHY = Unread("it did not answer")
+NVML_ERROR = Unread("NVML: Driver/library version mismatch", UnreadCause.NVML)
+SLOW = Unread("python: no answer within 6 s", UnreadCause.TIMEOUT)
 ALONE = findings.facts(slurm=None, node=None, no_slurm="no sbatch on PATH")
 NO_ANSWER = Unread("slurm_load_partitions: Unable to contact slurm controller")
 
@@ -154,7 +156,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("host.filter", OK, "nothing here needs it", host(network=network(filter_refused="Operation not permitted"))),
     ("host.ucx", UNKNOWN, "names no transport", host(ucx=Ucx("1.21.0", {}, "the system's UCX"))),
     ("host.nvml", OK, "2 x", host(nvml=Nvml("550.1", ("2 x",)))),
-    ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=Unread("NVML: Driver/library version mismatch"))),
+    ("host.nvml", WARN, "Driver/library version mismatch", host(nvml=NVML_ERROR)),
     ("host.dcgm", OK, "something listens", host(dcgm=Dcgm("/usr/bin/dcgmi", True))),
     # the folder of all runs
     ("runs.writable", FAIL, "Read-only", findings.facts(storage=findings.storage(trouble="Read-only file system"))),
@@ -262,7 +264,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("node.torch", WARN, "9.0 s", node(torch=Torch("2.13.0", 0, 9.0))),
     ("node.torch", WARN, "gave the job GPU 3", node(
         torch=Torch("2.13.0+cpu", 0, 1.0), slurm_gpus="3", host=findings.host("n1", nvml=Nvml("550.1", ("H100",))))),
-    ("node.torch", WARN, "no answer within 6 s", node(torch=Unread("python: no answer within 6 s"))),
+    ("node.torch", WARN, "no answer within 6 s", node(torch=SLOW)),
     ("node.torch", UNKNOWN, "libcuda", node(torch=Unread("OSError: libcuda.so.1 is broken"))),
     ("node.torch", WARN, "not installed", node(torch=WHY, host=findings.host(
         "n1", python=msgspec.structs.replace(findings.host().python, packages={})))),
@@ -277,7 +279,7 @@ SPOILT: list[tuple[str, Verdict, str, Facts]] = [
     ("node.clock", UNKNOWN, "no connection", visited(skew=None)),
     ("node.clock", UNKNOWN, "too slow", visited(skew=5.0, bound=4.0)),
     ("node.sbatch", WARN, "Access denied", node(sbatch=Ended(1, "", "sbatch: error: Access denied"))),
-    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unread("sbatch: No such file or directory"))),
+    ("node.sbatch", WARN, "no sbatch", node(sbatch=Unread("sbatch: No such file or directory", UnreadCause.NOT_FOUND))),
     ("node.sbatch", UNKNOWN, WHY.why, node(sbatch=WHY)),
     ("node.nofile", WARN, "1024", there(limits=Limits(-1, 1024, 4096, 0, "core"))),
     ("node.memlock", WARN, "8 MiB", there(limits=Limits(2**23, 65536, 65536, 0, "core"),

@@ -120,7 +120,7 @@ def test_it_says_what_somebody_else_has_laid_down(root: Path, capsys: pytest.Cap
 
 def test_it_says_that_the_node_may_be_used_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = works().tell(ordered("drain"), EXCLUDED, DRAIN, ev.Done("n5!drain", True))
-    story.tell(ev.NodeChanged(N5, NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}")))
+    story.tell(ev.NodeChanged(N5, NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {REASON}", REASON)))
     back = (
         ordered("undrain"), ev.Decided(Readmit(N5, Why(("asked by anna",)))),
         ev.Intended(Undrain(N5, REASON, Why(("asked by anna",)))), ev.Done("n5!undrain", True),

@@ -13,6 +13,7 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Rung, StopStep, Why
 from rrl.manager.fold_marks import DRAIN
 from rrl.spec.faults import FaultKind
+from rrl.spec.launch import ExitReason
 from rrl.spec.loglines import stamp
 from rrl.spec.rundir import RUNS_ENV, RunDir
 from rrl.spec.words import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
@@ -129,11 +130,11 @@ def test_what_was_asked_to_end_has_not_failed() -> None:
     story = Story(RUN).works()
     life, step = story.life("rollout/0"), "x"
     story.tell(ev.Intended(StopStep(step, life, 1.0, Why(("one too many",)))))
-    story.tell(ev.StepEnded(life, step, None, 15, "signalled"))
-    story.tell(ev.StepEnded(story.life("rollout/1"), step, 0, None, "exited"))
+    story.tell(ev.StepEnded(life, step, None, 15, ExitReason.SIGNALED))
+    story.tell(ev.StepEnded(story.life("rollout/1"), step, 0, None, ExitReason.EXITED))
     assert found(story) == []
     story.ends(Outcome.COMPLETED, "all steps are done")
-    story.tell(ev.StepEnded(story.life("trainer/0"), step, 1, None, "exited"))
+    story.tell(ev.StepEnded(story.life("trainer/0"), step, 1, None, ExitReason.EXITED))
     assert found(story) == []
 
 
@@ -155,7 +156,7 @@ def test_an_injected_failure_is_told_from_a_real_one() -> None:
     story.tell(ev.FaultInjected("f1", story.life("rollout/0"), True))
     story.tell(ev.FaultInjected("f2", story.life("rollout/1"), False, "no such step"))
     for replica in ("rollout/0", "rollout/1"):
-        story.tell(ev.StepEnded(story.life(replica), "x", 1, None, "exited"))
+        story.tell(ev.StepEnded(story.life(replica), "x", 1, None, ExitReason.EXITED))
     assert [failure.injected for failure in found(story)] == [True, False]
 
 

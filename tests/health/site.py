@@ -22,7 +22,7 @@ from rrl.health.history import (
     line,
 )
 from rrl.health.rates import DAY
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.spec.words import Cause, Flag, Remedy, Verdict
 
 BEGAN = 1_767_225_600.0
 """s: 2026-01-01, midnight UTC; in the past, for records of the future are left out"""
@@ -43,10 +43,13 @@ def found(
     at: float, node: str, verdict: Verdict = Verdict.FAIL, *, cause: Cause = Cause.GPU,
     remedy: Remedy = Remedy.RESET_GPU, detector: str = "xid",
     text: str = "Xid 48: double-bit ECC error", part: str = GPU,
-    life: str = "", count: int = 1, proof: bool = True,
+    life: str = "", count: int = 1, proof: bool = True, flags: tuple[Flag, ...] = (),
 ) -> Found:  # fmt: skip
     said = (Said(BEGAN + at, "kernel", text),) if verdict is not Verdict.OK else ()
-    return Found(BEGAN + at, node, detector, verdict, cause, remedy, BEGAN + at, life, part, proof, count, said)
+    return Found(
+        BEGAN + at, node, detector, verdict, cause, remedy, BEGAN + at, life, part, proof, count, said,
+        flags=flags,
+    )  # fmt: skip
 
 
 def failed(

@@ -7,6 +7,7 @@ import pytest
 from rrl.health.blame import charge
 from rrl.health.standing import ENDLESS
 from rrl.spec.jobview import Limits, PhaseView
+from rrl.spec.launch import ExitReason
 from rrl.spec.phases import PHASES
 from rrl.spec.words import Cause, Life, ReplicaId
 from rrl.tests.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
@@ -70,7 +71,7 @@ def test_nobody_is_charged_while_a_rollout_is_being_replaced() -> None:
 
 def test_a_dead_rollout_explains_why_everybody_waits() -> None:
     trace = job("wait_data", "wait_work")
-    trace.watch.step_ended(ROLLOUTS[2], None, 9, "signalled", trace.now)
+    trace.watch.step_ended(ROLLOUTS[2], None, 9, ExitReason.SIGNALED, trace.now)
     trace.play(LONG)
     assert trace.found() == {fail("exit_record", ROLLOUTS[2])}
 

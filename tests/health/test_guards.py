@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from rrl.health import guards
 from rrl.health.guards import detect
-from rrl.health.probes import NO_HANDLER
 from rrl.health.progress import waits
 from rrl.health.sightings import Watch
 from rrl.health.standing import ENDLESS
 from rrl.health.suspicion import to_probe
 from rrl.spec.jobview import Limits, PhaseView
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, role_of
+from rrl.spec.launch import ExitReason
+from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
 
 SHORT = Limits(
@@ -79,7 +79,7 @@ def test_limits_that_change_are_heeded_at_once() -> None:
 
 def test_a_replica_that_is_forgotten_takes_its_finding_with_it() -> None:
     trace = Trace().node("n1", *ROLLOUTS)
-    trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
     trace.watch.forget(ROLLOUT)
     assert detect(trace.watch, LIMITS, trace.now)[0] == []
@@ -103,7 +103,7 @@ def test_a_node_on_which_nobody_is_believed_any_more_takes_its_findings_with_it_
 
 def test_the_returned_list_belongs_to_the_caller() -> None:
     trace = Trace().node("n1", ROLLOUT)
-    trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     detect(trace.watch, LIMITS, trace.now)[0].clear()
     assert len(detect(trace.watch, LIMITS, trace.now)[0]) == 1
 
@@ -187,11 +187,14 @@ unlikely = st.one_of(
     st.tuples(st.just("heard"), lives, phases, st.integers(0, 5), targets),
     st.tuples(st.just("entered"), lives, phases, st.integers(0, 5), targets),
     st.tuples(st.just("all_enter"), st.sampled_from(WAITS), targets),
-    st.tuples(st.just("step_ended"), lives, st.sampled_from([0, 1, None]), st.sampled_from(["exited", "asked"])),
+    st.tuples(
+        st.just("step_ended"), lives, st.sampled_from([0, 1, None]),
+        st.sampled_from([ExitReason.EXITED, ExitReason.STOPPED]),
+    ),
     st.tuples(st.just("gone"), lives),
     st.tuples(st.just("load"), lives, loads),
     st.tuples(st.just("asked"), lives),
-    st.tuples(st.just("answered"), lives, st.booleans(), st.sampled_from(["", NO_HANDLER])),
+    st.tuples(st.just("answered"), lives, st.sampled_from(ProbeResult), st.just("")),
     st.tuples(st.just("leaving"), lives),
     st.tuples(st.just("postponed"), lives),
     st.tuples(st.just("goodbye"), lives),

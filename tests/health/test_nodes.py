@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import nextafter
 
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import Cause, Life, NodeName, Remedy
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
 
@@ -101,7 +102,7 @@ def test_a_spare_has_no_second_witness() -> None:
 
 def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
     trace = two_nodes()
-    trace.watch.step_ended(ROLLOUTS[0], 1, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUTS[0], 1, None, ExitReason.EXITED, trace.now)
     trace.watch.leaving(ROLLOUTS[1], trace.now)
     trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(1000)
@@ -110,7 +111,7 @@ def test_replicas_that_ended_or_left_are_no_witnesses() -> None:
 
 def test_an_agent_that_exited_is_no_witness_of_a_lost_node() -> None:
     trace = two_nodes()
-    trace.watch.step_ended(agent_of("n1"), 1, None, "exited", trace.now)
+    trace.watch.step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
     trace.silent |= {agent_of("n1"), *ROLLOUTS[:2]}
     trace.play(15)
     assert trace.found() == {
@@ -205,7 +206,7 @@ def test_a_node_whose_replicas_were_stopped_before_its_agent_fell_silent_only_wa
 
 def test_proof_about_a_replica_is_not_folded_into_its_failed_node() -> None:
     trace = two_nodes()
-    trace.watch.step_ended(ROLLOUTS[0], None, 9, "signalled", trace.now)
+    trace.watch.step_ended(ROLLOUTS[0], None, 9, ExitReason.SIGNALED, trace.now)
     trace.watch.cluster_node(N1, "down", "", trace.now)
     trace.silent |= {agent_of("n1"), ROLLOUTS[1]}
     trace.play(100)

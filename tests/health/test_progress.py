@@ -11,6 +11,7 @@ from rrl.health.presence import RUNNING, unheard
 from rrl.health.progress import PROGRESS_DETECTORS
 from rrl.health.standing import BLIND, IDLE_FIRST
 from rrl.spec.jobview import Limits, PhaseView
+from rrl.spec.launch import ExitReason
 from rrl.spec.phases import PHASES, Phase
 from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
 from rrl.tests.health.traces import (
@@ -42,18 +43,20 @@ def one_rollout(phase: str = "generate") -> Trace:
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    ("code", "signal", "why", "text"),
+    ("code", "signal", "reason", "detail", "text"),
     [
-        (1, None, "exited", "exited with code 1; exited"),
-        (None, 9, "signalled", "ended by signal 9 (SIGKILL); signalled"),
-        (None, 35, "signalled", "ended by signal 35 (unnamed); signalled"),
-        (None, None, "not started: no such file", "not started: no such file"),
-        (None, None, "launcher died", "launcher died"),
+        (1, None, ExitReason.EXITED, "", "exited with code 1; exited"),
+        (None, 9, ExitReason.SIGNALED, "", "ended by signal 9 (SIGKILL); signalled"),
+        (None, 35, ExitReason.SIGNALED, "", "ended by signal 35 (unnamed); signalled"),
+        (None, None, ExitReason.NOT_STARTED, "no such file", "not started: no such file"),
+        (None, None, ExitReason.LAUNCHER_DIED, "", "launcher died"),
     ],
 )
-def test_an_exit_record_is_proof_at_once(code: int | None, signal: int | None, why: str, text: str) -> None:
+def test_an_exit_record_is_proof_at_once(
+    code: int | None, signal: int | None, reason: ExitReason, detail: str, text: str
+) -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, code, signal, why, trace.now)
+    trace.watch.step_ended(ROLLOUT, code, signal, reason, trace.now, detail=detail)
     finding = trace.only()
     assert fail("exit_record", ROLLOUT) in trace.found()
     assert (finding.proof, finding.cause, finding.remedy) == (True, Cause.PROCESS, Remedy.RESTART)
@@ -62,17 +65,17 @@ def test_an_exit_record_is_proof_at_once(code: int | None, signal: int | None, w
 
 def test_a_signal_that_is_not_ours_is_a_failure_once_the_cluster_has_had_time_to_say_that_it_preempts() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, None, 15, "asked", trace.now)
+    trace.watch.step_ended(ROLLOUT, None, 15, ExitReason.STOPPED, trace.now)
     assert trace.findings() == []
     finding = trace.only(trace.now + 4 * LIMITS.beat)
-    assert (finding.proof, finding.evidence[0].text) == (True, "ended by signal 15 (SIGTERM); asked")
+    assert (finding.proof, finding.evidence[0].text) == (True, "ended by signal 15 (SIGTERM); stopped on request")
 
 
 def test_an_exit_of_who_was_asked_to_stop_is_no_failure() -> None:
     for code, signal in ((0, None), (None, 15), (None, 9)):
         trace = one_rollout()
         trace.watch.leaving(ROLLOUT, trace.now)
-        trace.watch.step_ended(ROLLOUT, code, signal, "exited", trace.now)
+        trace.watch.step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
         assert trace.found() == set()
         assert trace.found(trace.now + 1e4) - {warn("node_lost", "n1")} == set()
 
@@ -80,7 +83,7 @@ def test_an_exit_of_who_was_asked_to_stop_is_no_failure() -> None:
 def test_a_code_of_its_own_of_who_was_asked_to_stop_is_a_warning() -> None:
     trace = one_rollout()
     trace.watch.leaving(ROLLOUT, trace.now)
-    trace.watch.step_ended(ROLLOUT, 3, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUT, 3, None, ExitReason.EXITED, trace.now)
     assert trace.found() == {warn("exit_record", ROLLOUT)}
 
 
@@ -88,7 +91,7 @@ def test_a_code_of_its_own_of_who_was_asked_to_stop_is_a_warning() -> None:
 def test_an_end_that_nobody_asked_for_is_a_failure_even_after_goodbye(code: int | None, signal: int | None) -> None:
     trace = one_rollout()
     trace.watch.goodbye(ROLLOUT, trace.now)
-    trace.watch.step_ended(ROLLOUT, code, signal, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUT, code, signal, ExitReason.EXITED, trace.now)
     trace.play(4)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
     assert trace.only().proof
@@ -103,7 +106,7 @@ def test_a_witnessed_end_that_nobody_asked_for_is_a_failure_even_after_goodbye()
 
 def test_code_0_waits_for_the_word_that_the_run_is_complete() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, 0, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUT, 0, None, ExitReason.EXITED, trace.now)
     due = trace.now + 4 * LIMITS.beat
     assert trace.found(before(due)) == set()
     assert trace.found(due) == {fail("exit_record", ROLLOUT)}
@@ -123,12 +126,12 @@ def test_who_said_goodbye_and_stays_has_failed_in_the_end() -> None:
     assert trace.found() == set(), "asked to stop: the manager sees to its end"
 
 
-@pytest.mark.parametrize("why", ["unwanted: replaced by rollout/0#2", "unwanted: no manager answered"])
-def test_a_second_step_that_was_sent_away_says_nothing_about_the_first(why: str) -> None:
+@pytest.mark.parametrize("reason", [ExitReason.FENCED, ExitReason.NOT_ADMITTED])
+def test_a_second_step_that_was_sent_away_says_nothing_about_the_first(reason: ExitReason) -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, 1, None, why, trace.now)
+    trace.watch.step_ended(ROLLOUT, 1, None, reason, trace.now)
     assert trace.found() == set()
-    trace.watch.step_ended(ROLLOUT, None, 9, "signalled", trace.now)
+    trace.watch.step_ended(ROLLOUT, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
@@ -137,7 +140,7 @@ def test_the_agent_s_witness_is_proof_and_an_exit_record_says_more() -> None:
     trace.watch.gone(ROLLOUT, trace.now)
     assert trace.found() == {fail("step_gone", ROLLOUT)}
     assert trace.only().proof
-    trace.watch.step_ended(ROLLOUT, None, 9, "signalled", trace.now)
+    trace.watch.step_ended(ROLLOUT, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", ROLLOUT)}
 
 
@@ -146,13 +149,13 @@ def test_a_witnessed_end_of_who_was_asked_to_stop_is_no_failure() -> None:
     trace.watch.leaving(ROLLOUT, trace.now)
     trace.watch.gone(ROLLOUT, trace.now)
     assert trace.found() == set()
-    trace.watch.step_ended(ROLLOUT, None, None, "vanished (agent of n1)", trace.now)
+    trace.watch.step_ended(ROLLOUT, None, None, ExitReason.LOST, trace.now)
     assert trace.found() == set()
 
 
 def test_an_agent_that_exits_is_found_like_any_replica() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(agent_of("n1"), 1, None, "exited", trace.now)
+    trace.watch.step_ended(agent_of("n1"), 1, None, ExitReason.EXITED, trace.now)
     assert trace.found() == {fail("exit_record", agent_of("n1"))}
 
 
@@ -307,7 +310,7 @@ def test_nobody_is_told_to_wait_longer_for_it_because_its_step_lives() -> None:
 
 def test_a_shadow_whose_step_ends_before_it_was_heard_fails_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = adopted()
-    trace.watch.step_ended(TRAINER, None, 9, "signalled", trace.now)
+    trace.watch.step_ended(TRAINER, None, 9, ExitReason.SIGNALED, trace.now)
     assert trace.found() == {fail("exit_record", TRAINER)}
 
 
@@ -668,7 +671,7 @@ def test_evidence_and_since_carry_no_running_seconds() -> None:
     trace.play(20)
     trace.still.add(ROLLOUTS[0])
     trace.silent.add(ROLLOUTS[1])
-    trace.watch.step_ended(ROLLOUTS[2], 1, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUTS[2], 1, None, ExitReason.EXITED, trace.now)
     trace.play(300)
     found = trace.findings()
     assert len(found) == 3
@@ -713,6 +716,6 @@ def test_a_restart_gives_full_grace_and_judges_nothing_from_before() -> None:
 
 def test_proof_outlives_a_restart() -> None:
     trace = one_rollout()
-    trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     trace.watch.restart(trace.now + 5)
     assert trace.found() == {fail("exit_record", ROLLOUT)}

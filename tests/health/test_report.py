@@ -17,7 +17,7 @@ from rrl.health.lemons import Signals, fails_more, judged
 from rrl.health.rates import DAY
 from rrl.health.report import report
 from rrl.health.report_values import DrainState, NodeReport, Report
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.spec.words import Cause, Flag, Remedy, Verdict
 from rrl.tests.health.site import (
     ANNA,
     BEGAN,
@@ -75,14 +75,12 @@ def test_hardware_evidence_counts_from_ten_minutes_before_to_five_after(
 
 
 @pytest.mark.parametrize(
-    ("verdict", "text", "owner"),
-    [(Verdict.WARN, "92: high single-bit rate", "software"), (Verdict.WARN, "observe only: nothing is done", "infra"),
-     (Verdict.WARN, "held back: 5 nodes say so", "infra")],
+    ("flags", "owner"), [((), "software"), ((Flag.OBSERVED,), "infra"), ((Flag.HELD_BACK,), "infra")],
 )
 def test_a_warning_condemns_nobody_unless_it_is_a_failure_that_is_toned_down(
-    verdict: Verdict, text: str, owner: str
+    flags: tuple[Flag, ...], owner: str
 ) -> None:
-    records = [began(0, "r", ANNA), found(5, "n1", verdict, text=text, proof=False), failed(10, "n1")]
+    records = [began(0, "r", ANNA), found(5, "n1", Verdict.WARN, proof=False, flags=flags), failed(10, "n1")]
     assert owners(told(ANNA, "r", records))[0][1] == owner
 
 
@@ -340,7 +338,7 @@ def test_what_a_run_found_on_many_nodes_at_once_is_told_of_the_site() -> None:
 
 
 def test_what_most_nodes_have_though_it_is_proved_blames_none_of_them() -> None:
-    wrong = found(5, "n1", Verdict.WARN, detector="gpu_count", text="held back: others find the same: see correlated")
+    wrong = found(5, "n1", Verdict.WARN, detector="gpu_count", flags=(Flag.HELD_BACK,))
     assert owners(told(ANNA, "r", began(0, "r", ANNA), wrong, failed(10, "n1")))[0][1] == "software"
 
 
@@ -348,8 +346,7 @@ def test_storage_that_fails_everybody_again_and_again_makes_no_node_a_lemon() ->
     outages: list[Record] = []
     for at, i in product((DAY / 4 * k for k in range(20)), range(4)):
         where = {"cause": Cause.STORAGE, "detector": "mounts", "part": "/scratch", "proof": False}
-        why = "held back: others find the same: see correlated"
-        outages.append(found(at + i, f"n{i}", Verdict.WARN, text=why, **where))  # type: ignore[arg-type]
+        outages.append(found(at + i, f"n{i}", Verdict.WARN, flags=(Flag.HELD_BACK,), **where))  # type: ignore[arg-type]
         outages.append(found(at + i + 600, f"n{i}", Verdict.OK, **where))  # type: ignore[arg-type]
     records = told(ANNA, "r", began(0, "r", ANNA), held(0, "n0", "n1", "n2", "n3"), *outages)
     assert made(records).site.lemons == []

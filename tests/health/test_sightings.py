@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rrl.health.sightings import Watch
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import Life, NodeName, ReplicaId
 
 N1, N2 = NodeName("n1"), NodeName("n2")
@@ -27,7 +28,7 @@ def test_a_newer_life_takes_the_place_of_an_older_one_and_the_older_one_is_not_h
     watch.launched(TWO, N2, 10.0)
     watch.heard(ONE, "generate", 99, None, 11.0)
     watch.joined(ONE, N1, "generate", 11.0)
-    watch.step_ended(ONE, 1, None, "exited", 11.0)
+    watch.step_ended(ONE, 1, None, ExitReason.EXITED, 11.0)
     seen = watch.replicas[ONE.replica]
     assert (seen.life, seen.node, seen.status, seen.exit, seen.last_heard) == (TWO, N2, "launched", None, 10.0)
     assert not watch.nodes[N1].residents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rrl.health.sightings import FLAP_WINDOW, FLAPS
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import Life, NodeName, ReplicaId, Verdict
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, STORE, TRAINER, Seen, Trace, agent_of, fail, warn
 
@@ -62,7 +63,7 @@ def test_whoever_is_heard_is_not_suspended_any_more() -> None:
 
 def test_what_is_proved_is_found_on_a_suspended_node_too() -> None:
     trace = one_suspended()
-    trace.watch.step_ended(ROLLOUT, 1, None, "exited", trace.now)
+    trace.watch.step_ended(ROLLOUT, 1, None, ExitReason.EXITED, trace.now)
     trace.watch.cluster_node(N2, "down", "DOWN", trace.now)
     assert trace.found() == {fail("exit_record", ROLLOUT), fail("node_down", "n2")}
 

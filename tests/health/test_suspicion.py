@@ -10,7 +10,7 @@ from rrl.health.standing import AT_WORK as LATEST
 from rrl.health.suspicion import AT_WORK, EARLY, FIRST, IDLE_SHARE, PROMPT, RESTS, SPINS_FIRST, to_probe
 from rrl.spec.jobview import Limits
 from rrl.spec.phases import PHASES
-from rrl.spec.words import Cause, Life, Remedy, ReplicaId
+from rrl.spec.words import Cause, Life, ProbeResult, Remedy, ReplicaId
 from rrl.tests.health.traces import (
     BUSY,
     DEAD,
@@ -258,7 +258,7 @@ def test_who_gets_its_handler_later_is_asked_again_in_its_next_phase() -> None:
 
 
 # ── who merely waits ─────────────────────────────────────────────────────────────────────────────────────────────────
-def waiting_rollouts(answer: tuple[bool, str] | None = WORKS) -> Trace:
+def waiting_rollouts(answer: tuple[ProbeResult, str] | None = WORKS) -> Trace:
     """Two rollouts out of work, idle and well; all are asked, and answer so."""
     trace = Trace().node("n1", *ROLLOUTS[:2], phase="wait_work")
     trace.answers = dict.fromkeys(ROLLOUTS[:2], answer)
@@ -313,7 +313,7 @@ def test_so_does_who_hangs_in_the_midst_of_a_long_wait() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, MUTE])
-def test_who_waits_in_a_thread_that_does_not_answer_may_wait_in_silence(answer: tuple[bool, str] | None) -> None:
+def test_who_waits_in_a_thread_that_does_not_answer_may_wait_in_silence(answer: tuple[ProbeResult, str] | None) -> None:
     trace = waiting_rollouts(answer)
     trace.play(PHASES["wait_work"].longest)
     assert trace.found() == set()

@@ -6,11 +6,10 @@ from collections.abc import Collection
 from copy import deepcopy
 
 from rrl.health.guards import detect
-from rrl.health.probes import NO_HANDLER
 from rrl.health.sightings import ReplicaSighting, Watch
 from rrl.health.suspicion import to_probe
 from rrl.spec.jobview import Limits
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, role_of
+from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
 
 LIMITS = Limits()
 STORE, TRAINER, REWARD = (Life(ReplicaId(f"{role}/0"), 1) for role in ("trajectories", "trainer", "reward"))
@@ -21,7 +20,9 @@ Seen = tuple[str, str, str]
 """detector, about whom, verdict"""
 BUSY, IDLE, SPINNING = (1.0, 0.97, 0.4), (0.01, 0.0, 0.0), (1.0, 1.0, 0.0)
 """loads: cores, share of the time with a kernel, with tensor cores at work"""
-WORKS, DEAD, MUTE = (True, "1 token"), (False, "EngineDeadError"), (True, NO_HANDLER)
+WORKS, DEAD, MUTE = (
+    (ProbeResult.WORKS, "1 token"), (ProbeResult.FAILED, "EngineDeadError"), (ProbeResult.NO_HANDLER, ""),
+)
 """answers to a probe"""
 _LOADS = 2.0
 """s between two loads that agents tell"""
@@ -54,7 +55,7 @@ class Trace:
         self.waiting: dict[Life, ReplicaId] = {}
         self.loads: dict[Life, tuple[float, float | None, float | None]] = {}
         """what agents tell, each while it is not silent"""
-        self.answers: dict[Life, tuple[bool, str] | None] | None = None
+        self.answers: dict[Life, tuple[ProbeResult, str] | None] | None = None
         """None: nobody asks; of who is asked and has none, ``WORKS``"""
         self.asked: list[tuple[float, Life]] = []
 
@@ -85,7 +86,7 @@ class Trace:
             if self.answers is not None:
                 self._ask(self.answers)
 
-    def _ask(self, answers: dict[Life, tuple[bool, str] | None]) -> None:
+    def _ask(self, answers: dict[Life, tuple[ProbeResult, str] | None]) -> None:
         for life in to_probe(self.watch, self.limits, self.now):
             self.watch.asked(life, self.now)
             self.asked.append((self.now, life))

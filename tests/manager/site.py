@@ -33,7 +33,7 @@ from rrl.manager.resuming import Order
 from rrl.manager.state import State
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import JobView
-from rrl.spec.launch import ExitRecord, read_launch
+from rrl.spec.launch import ExitReason, ExitRecord, read_launch
 from rrl.spec.phases import STANDBY
 from rrl.spec.rundir import RunDir, write_atomically
 from rrl.spec.words import (
@@ -187,7 +187,7 @@ class Site:
         """Somebody cancels every job of the run: what runs is asked to leave, and does. The nodes are the first to be
         granted again. ``listed``: the cluster still lists the jobs as cancelled; else it has forgotten them."""
         for actor in list(self.actors.values()):
-            actor.ends("asked")
+            actor.ends(ExitReason.STOPPED)
         if listed:
             self.cancelled |= self.allocations
         self.free = [*(node for held in self.allocations.values() for node in held), *self.free]
@@ -229,7 +229,7 @@ class Site:
 
     def _node(self, node: NodeName) -> NodeSeen:
         reason = self.drained.get(node)
-        return NodeSeen(NodeState.UP) if reason is None else NodeSeen(NodeState.DRAINING, f"drained: {reason}")
+        return NodeSeen(NodeState.UP) if reason is None else NodeSeen(NodeState.DRAINING, f"drained: {reason}", reason)
 
     # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -358,7 +358,7 @@ class Actor:
             return
         if isinstance(message, msg.Admitted):
             if not message.ok:
-                self._end("unwanted")
+                self._end(ExitReason.NOT_ADMITTED)
             elif not self._admitted:
                 self._admitted = True
                 self.site.spawn(self._work())
@@ -377,9 +377,9 @@ class Actor:
                     loop.call_later(step * 1e-6, self._say, msg.Committed(self.life, step, {"reward": 0.5}))
         elif isinstance(message, msg.Fenced):
             if message.life == self.life:  # an agent is told of others, too
-                self._end("unwanted")
+                self._end(ExitReason.NOT_ADMITTED)
         elif isinstance(message, msg.Stop):
-            self._end("asked")
+            self._end(ExitReason.STOPPED)
         elif isinstance(message, msg.Inject):
             assert message.fault.kind is FaultKind.KILL
             target = self.site.actors.get(message.tag)
@@ -400,7 +400,7 @@ class Actor:
         elif any(role.name == self.role and role.kind == "command" for role in self.site.job.roles):
             await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.life.replica))))
             self._say(msg.Goodbye(self.life))
-            self._end("exited")
+            self._end(ExitReason.EXITED)
 
     def _works(self) -> None:
         if self.role not in (AGENT, SHADOW):
@@ -438,20 +438,20 @@ class Actor:
 
     def die(self) -> None:
         """SIGKILL of the worker: the first process leaves the record."""
-        self.ends("signalled")
+        self.ends(ExitReason.SIGNALED)
 
-    def ends(self, why: str) -> None:
+    def ends(self, reason: ExitReason) -> None:
         """Its process is gone; the first process leaves the record, and says it to a manager if there is one."""
-        self._end(why)
+        self._end(reason)
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: ExitReason) -> None:
         if self._ended is not None:
             return
-        signal = 9 if why == "signalled" else None
+        signal = 9 if reason is ExitReason.SIGNALED else None
         code = None if signal else 0
-        record = ExitRecord(self.tag, self.launched, self.node, code, signal, why, 0.0)
+        record = ExitRecord(self.tag, self.launched, self.node, code, signal, reason, 0.0)
         write_atomically(self.site.run.exit_file(self.tag), msgspec.json.encode(record))
-        self._ended = msg.StepExit(self.launched, self.tag, code, signal, why)
+        self._ended = msg.StepExit(self.launched, self.tag, code, signal, reason)
         self._say(self._ended)
         self.vanish()
 

@@ -9,9 +9,10 @@ import msgspec
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Why
 from rrl.manager.admission import MEMLOCK_DEFAULT, GpusTaken, memory_locks
+from rrl.manager.cluster import RejectReason
 from rrl.manager.first_words import explained, words_of
 from rrl.manager.state import NEVER_APPEARED, Replica, State, Status, finding_about
-from rrl.spec.launch import tag_of
+from rrl.spec.launch import ExitReason, tag_of
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Cause, Life, NodeName, ReplicaId, Verdict
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, job
@@ -81,8 +82,8 @@ def test_a_step_that_vanished_takes_its_last_words_into_the_record(tmp_path: Pat
     hearing = Hearing(tmp_path, *LAUNCHED)
     (hearing.run.logs / f"{STEP}.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n")
     hearing.hear(Gone(R1, STEP, N1))
-    why = "vanished (agent of n1): slurmstepd: error: Detected 1 oom-kill event(s)"
-    assert hearing.events == [ev.StepEnded(R1, STEP, None, None, why)]
+    detail = "reported by the agent of n1: slurmstepd: error: Detected 1 oom-kill event(s)"
+    assert hearing.events == [ev.StepEnded(R1, STEP, None, None, ExitReason.LOST, detail=detail)]
 
 
 def agent(memlock: int, *rdma: str) -> AgentHello:
@@ -103,15 +104,18 @@ def test_too_little_memory_to_lock_is_warned_of_where_rdma_would_need_it() -> No
 def test_a_step_that_never_appeared_is_explained_by_what_its_launcher_said(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    never = ev.Done("t.1", False, NEVER_APPEARED)
+    never = ev.Done("t.1", False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED)
     assert explained(run, never) == never
     (run.logs / "t.1.step.log.srun").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
     assert words_of(run, "t.1") == "srun: error: n1: task 0: Exited with exit code 2"
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: execve(): /v/bin/python: No such file or directory\n")
     said = "slurmstepd: error: execve(): /v/bin/python: No such file or directory"
-    assert explained(run, never) == ev.Done("t.1", False, f"{NEVER_APPEARED}: not started: {said}")
+    assert explained(run, never) == ev.Done(
+        "t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED
+    )
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n\n")
     assert explained(run, never) == ev.Done(
-        "t.1", False, f"{NEVER_APPEARED}: slurmstepd: error: Detected 1 oom-kill event(s)"
+        "t.1", False, f"{NEVER_APPEARED}: slurmstepd: error: Detected 1 oom-kill event(s)",
+        reason=RejectReason.NEVER_APPEARED,
     )
     assert explained(run, ev.Done("t.1", True)) == ev.Done("t.1", True)

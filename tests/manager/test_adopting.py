@@ -17,7 +17,7 @@ from rrl.manager.launching import write_launch
 from rrl.manager.state import Allocation, State, Status, owner_of
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Resources
-from rrl.spec.launch import ExitRecord, read_launch, tag_of
+from rrl.spec.launch import ExitReason, ExitRecord, read_launch, tag_of
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, NodeName, Outcome, ReplicaId
 from rrl.tests.manager import test_hearing
@@ -149,9 +149,9 @@ def test_it_is_not_wanted_any_more_once_its_member_is_fenced(standing: Hearing) 
 
 
 ENDS = (
-    msg.StepExit(SHADOW, STEP, None, 9, "signalled"),
+    msg.StepExit(SHADOW, STEP, None, 9, ExitReason.SIGNALED),
     msg.Gone(SHADOW, STEP, N1),
-    ExitRecord(STEP, SHADOW, N1, None, 9, "signalled", 0.0),
+    ExitRecord(STEP, SHADOW, N1, None, 9, ExitReason.SIGNALED, 0.0),
 )
 
 
@@ -178,7 +178,7 @@ def test_its_end_is_the_end_of_what_it_became(standing: Hearing, end: object, jo
 
 def test_an_end_that_an_earlier_manager_recorded_is_read_under_the_shadows_tag(standing: Hearing) -> None:
     adopted(standing)
-    record = ExitRecord(STEP, SHADOW, N1, 7, None, "exited", 0.0)
+    record = ExitRecord(STEP, SHADOW, N1, 7, None, ExitReason.EXITED, 0.0)
     standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
     standing.ear.ended_before(MEMBER)
     exit = standing.watch.replicas[TRAINER].exit

@@ -8,6 +8,7 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Perform
 from rrl.manager.state import Status
 from rrl.spec.faults import At, Fault, FaultKind
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import ReplicaId
 from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
 from rrl.tests.manager.world import World
@@ -78,7 +79,7 @@ def test_what_an_agent_must_do_waits_for_the_agent_and_what_a_role_does_itself_d
     world = World(job()).steady()
     agent = ReplicaId(f"agent/{world.node_of(R0)}")
     life = world.state.replica(agent).life
-    world.happen(ev.StepEnded(life, world.state.replica(agent).step or "", None, 9, "signalled"))
+    world.happen(ev.StepEnded(life, world.state.replica(agent).step or "", None, 9, ExitReason.SIGNALED))
     order(world, Fault("i0", FaultKind.KILL, R1))
     assert performed(world) == ["i0"]
     world = World(job()).steady()

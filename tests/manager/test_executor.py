@@ -11,7 +11,7 @@ import pytest
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Outside, Perform, Release, Request, StopStep, Why
-from rrl.manager.cluster import Ask, Observed, Refused, Step, Unanswered
+from rrl.manager.cluster import Ask, Observed, Refused, RejectReason, Step, Unanswered
 from rrl.manager.executor import AGAIN, STEP_MARGIN, Executor
 from rrl.manager.lease import LeaseLost
 from rrl.spec.faults import At, Fault, FaultKind
@@ -149,7 +149,7 @@ def test_a_launch_that_was_handed_over_is_not_done_before_its_step_speaks() -> N
 @pytest.mark.parametrize("action", [REQUEST, RELEASE, LAUNCH, STOP], ids=lambda action: type(action).__name__)
 def test_refused_is_certainly_not_done_and_says_what_the_cluster_said(action: Outside) -> None:
     bench = Bench(Refused("Invalid partition"))
-    assert bench.carry_out(action) == [ev.Done(action.tag, False, "Invalid partition")]
+    assert bench.carry_out(action) == [ev.Done(action.tag, False, "Invalid partition", reason=RejectReason.REFUSED)]
     assert len(bench.cluster.asked) == 1
 
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.cluster import RejectReason
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
 from rrl.manager.state import NEVER_APPEARED, Replica, Status, missing, progress, workers
 from rrl.spec.jobview import JobView, Limits, Recovery
-from rrl.spec.launch import tag_of
+from rrl.spec.launch import ExitReason, tag_of
 from rrl.spec.words import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, gang_of, member_id, replica_id, role_of
 from rrl.tests.manager.jobs import REWARD, RUN, STORE, TRAINER, command, commands, gang_job, in_parts
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests, rungs
@@ -105,7 +106,7 @@ def test_members_that_die_together_are_one_failure_and_one_restart() -> None:
         step = world.state.replica(member).step
         assert step is not None
         life, _ = world.steps.pop(step)
-        world.record(ev.StepEnded(life, step, None, 9, "signalled"))
+        world.record(ev.StepEnded(life, step, None, 9, ExitReason.SIGNALED))
         world.record(found(life, "exit_record", world.now, proof=True))
     world.wait(0.0)
     world.steady()
@@ -218,7 +219,7 @@ def test_a_member_whose_launch_nobody_heard_takes_its_gang_to_the_next_incarnati
     world.play(lambda: bool(launches(world, 2)), at_most=60.0)
     step = tag_of(RUN, Life(M2, 2))
     del world.steps[step]
-    world.happen(ev.Done(step, False, NEVER_APPEARED, unheard=True))
+    world.happen(ev.Done(step, False, NEVER_APPEARED, True, RejectReason.NEVER_APPEARED))
     assert world.state.replica(M2).failures == ()
     world.slow_to_join = 0.7
     world.steady()

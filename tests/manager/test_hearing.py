@@ -12,13 +12,13 @@ import pytest
 from rrl.health.sightings import Watch
 from rrl.manager import events as ev
 from rrl.manager.actions import Finish, Launch, Request, Why
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, RejectReason
 from rrl.manager.fold import fold
 from rrl.manager.hearing import Ear
 from rrl.manager.state import State, Status
-from rrl.spec.launch import ExitRecord, tag_of
+from rrl.spec.launch import ExitReason, ExitRecord, tag_of
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Version
+from rrl.spec.words import Life, NodeName, Outcome, ProbeResult, ReplicaId, Version
 from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
 from rrl.transport import messages as msg
 from rrl.transport.control import Incoming
@@ -131,7 +131,7 @@ def test_a_process_that_runs_elsewhere_than_it_was_launched_is_sent_away_and_its
 ) -> None:
     why = f"{STEP} runs on n9, and was launched on n1"
     assert hearing.hear(msgspec.structs.replace(WANTED, node=NodeName("n9"))) == [msg.Admitted(STEP, False, why)]
-    assert hearing.events == [ev.Done(STEP, False, why)]
+    assert hearing.events == [ev.Done(STEP, False, why, reason=RejectReason.REFUSED)]
     held = hearing.state.replica(R1.replica) if hearing.state else None
     assert held is not None
     assert (held.status, held.failures[-1].refused, held.first) == (Status.WANTED, True, None)
@@ -191,18 +191,19 @@ def test_what_a_life_says_that_is_not_believed_is_no_event_and_it_is_told(hearin
 
 
 def test_an_end_counts_once_and_only_of_the_step_that_the_life_is_known_by(hearing: Hearing) -> None:
-    hearing.hear(msg.StepExit(R1, "another.tag", 0, None, "exited"), msg.StepExit(R2, STEP, 0, None, "exited"))
+    hearing.hear(msg.StepExit(R1, "another.tag", 0, None, ExitReason.EXITED))
+    hearing.hear(msg.StepExit(R2, STEP, 0, None, ExitReason.EXITED))
     assert hearing.events == []
-    ended = msg.StepExit(R1, STEP, None, 9, "signalled")
+    ended = msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED)
     hearing.hear(ended, ended)
-    assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, "signalled")]
+    assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
 
 
 def test_a_witnessed_end_is_told_in_the_words_of_its_exit_record_where_there_is_one(hearing: Hearing) -> None:
-    record = ExitRecord(STEP, R1, N1, 3, None, "exited", 0.0)
+    record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
     hearing.hear(msg.Gone(R1, STEP, N1))
-    assert hearing.events == [ev.StepEnded(R1, STEP, 3, None, "exited")]
+    assert hearing.events == [ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED)]
 
 
 def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Hearing) -> None:
@@ -211,10 +212,10 @@ def test_an_end_that_nobody_told_is_read_from_its_exit_record(hearing: Hearing) 
     hearing.run.exit_file(STEP).write_bytes(b"")  # being written, or torn
     asyncio.run(hearing.ear.exit_records())
     assert hearing.events == []
-    record = ExitRecord(STEP, R1, N1, None, 9, "signalled", 0.0)
+    record = ExitRecord(STEP, R1, N1, None, 9, ExitReason.SIGNALED, 0.0)
     hearing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
     asyncio.run(hearing.ear.exit_records())
-    assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, "signalled")]
+    assert hearing.events == [ev.StepEnded(R1, STEP, None, 9, ExitReason.SIGNALED)]
 
 
 # ── one process a life ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -269,9 +270,9 @@ def test_what_a_suspect_answers_is_passed_on_only_when_it_says_so_itself(hearing
     hearing.ear.answered = heard.append
     hearing.hear(WANTED, HELLO)
     hearing.events.clear()
-    mine = msg.Probed(R1, 7, True, "a token")
-    hearing.hear(msg.Probed(R1, 7, True, "said by a stranger"), peer=b"stranger")
-    hearing.hear(msg.Probed(R2, 7, True, "of nobody who is believed"))
+    mine = msg.Probed(R1, 7, ProbeResult.WORKS, "a token")
+    hearing.hear(msg.Probed(R1, 7, ProbeResult.WORKS, "said by a stranger"), peer=b"stranger")
+    hearing.hear(msg.Probed(R2, 7, ProbeResult.WORKS, "of nobody who is believed"))
     hearing.hear(mine)
     assert (heard, hearing.events) == ([mine], [])
 
@@ -309,7 +310,7 @@ def test_a_second_agent_of_a_life_is_fenced(tmp_path: Path) -> None:
 SAID = (
     WANTED, HELLO, msg.Beat(R1, "generate", 1), msg.Entered(R1, "generate", 2), msg.FirstWork(R1),
     msg.Holds(R1, Version(1, 1)), msg.Committed(R1, 1, {"reward": 0.5}), msg.Committed(R1, 2, {"reward": 0.7}),
-    msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, "signalled"), msg.Gone(R1, STEP, N1),
+    msg.Goodbye(R1), msg.StepExit(R1, STEP, None, 9, ExitReason.SIGNALED), msg.Gone(R1, STEP, N1),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from rrl.manager import lease as lease_module
 from rrl.manager.cluster import Cluster
 from rrl.manager.lease import Lease, LeaseLost
 from rrl.manager.runtime import Manager
-from rrl.spec.launch import ExitRecord
+from rrl.spec.launch import ExitReason, ExitRecord
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Version
 from rrl.tests.manager.jobs import RUN, job
@@ -100,7 +100,8 @@ def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_w
     async def live() -> None:
         lease, line = await Lease.acquire(standing.run, PATIENCE), Line()
         manager = await _manager(standing, lease, line)
-        standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(ExitRecord(STEP, R1, N1, 3, None, "exited", 0.0)))
+        record = ExitRecord(STEP, R1, N1, 3, None, ExitReason.EXITED, 0.0)
+        standing.run.exit_file(STEP).write_bytes(msgspec.json.encode(record))
         storage.hangs(hearing_module, "read_exit", monkeypatch)
         storage.hangs(lease_module, "_file", monkeypatch)
         _overdue(lease)
@@ -116,7 +117,7 @@ def test_while_the_run_directory_hangs_those_who_come_are_heard_and_afterwards_w
         assert storage.hung == 2, "one look for a successor, one for ends: who waits anyway is not asked again"
         assert not storage.back.is_set()
         storage.back.set()
-        await until(lambda: ev.StepEnded(R1, STEP, 3, None, "exited") in standing.events)
+        await until(lambda: ev.StepEnded(R1, STEP, 3, None, ExitReason.EXITED) in standing.events)
         hears.cancel()
         await asyncio.gather(hears, return_exceptions=True)
 

@@ -123,10 +123,21 @@ def test_a_newer_schema_is_said_to_be_newer_even_where_its_state_cannot_be_read(
     Writer(run).begin()
     head = {"schema": SCHEMA + 1, "epoch": 2, "state": "packed otherwise"}
     (run.journal / "000002-000001.seg").write_bytes(MAGIC + _framed(msgspec.msgpack.encode(head)))
-    with pytest.raises(JournalError, match=rf"written by a newer rrl \(schema {SCHEMA + 1}, this one reads up to"):
+    with pytest.raises(JournalError, match=rf"written by a newer rrl \(schema {SCHEMA + 1}, this one reads schema"):
         read_state(run)
     with pytest.raises(JournalError, match="newer"):
         list(replay(run))
+
+
+def test_an_older_schema_is_refused_in_one_line_that_names_both_versions(run: RunDir) -> None:
+    Writer(run).begin()
+    head = {"schema": SCHEMA - 1, "epoch": 2, "state": "packed otherwise"}
+    (run.journal / "000002-000001.seg").write_bytes(MAGIC + _framed(msgspec.msgpack.encode(head)))
+    text = rf"000002-000001\.seg: written by an older rrl \(schema {SCHEMA - 1}, this one reads schema {SCHEMA}\); use"
+    for read in (read_state, lambda run: list(replay(run)), lambda run: Journal(run, 3)):
+        with pytest.raises(JournalError, match=text) as refused:
+            read(run)
+        assert "\n" not in str(refused.value)
 
 
 def test_an_event_of_an_unknown_kind_is_reported_with_its_place(run: RunDir) -> None:

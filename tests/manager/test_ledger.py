@@ -15,7 +15,7 @@ from rrl.manager.journal import Journal
 from rrl.manager.ledger import Recovery, Summary, account, write_summary
 from rrl.spec import faults
 from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import tag_of
+from rrl.spec.launch import ExitReason, tag_of
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
@@ -38,7 +38,7 @@ def fence(life: Life, rung: Rung) -> ev.Decided:
 
 
 def ended(life: Life) -> ev.StepEnded:
-    return ev.StepEnded(life, tag_of(RUN, life), None, 9, "signalled")
+    return ev.StepEnded(life, tag_of(RUN, life), None, 9, ExitReason.SIGNALED)
 
 
 def up(at: float, life: Life, node: NodeName) -> list[At]:

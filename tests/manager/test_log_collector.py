@@ -18,7 +18,7 @@ from rrl.manager import log_copies
 from rrl.manager.actions import Fence, Rung, Why
 from rrl.manager.log_collector import LogCollector, _believed
 from rrl.manager.state import Replica, State, Status
-from rrl.spec.launch import Launch
+from rrl.spec.launch import ExitReason, Launch
 from rrl.spec.loglines import STAMP
 from rrl.spec.words import Life, ReplicaId
 from rrl.tests.cli.story import Story
@@ -60,7 +60,7 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
             await eventually(lambda: collector.copies.size)
             assert shipped(at, launch) == [], "written only when it is needed"
             step.kill()  # its node is gone
-            collector.notice(ev.StepEnded(launch.life, launch.tag, None, None, "vanished"))
+            collector.notice(ev.StepEnded(launch.life, launch.tag, None, None, ExitReason.LOST))
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
 
     with lab(tmp_path) as at:
@@ -87,7 +87,7 @@ def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_m
             await eventually(lambda: collector.copies.size)
             assert shipped(at, launch) == []
             step.kill()
-            collector.notice(ev.StepEnded(member, launch.tag, None, None, "vanished"))
+            collector.notice(ev.StepEnded(member, launch.tag, None, None, ExitReason.LOST))
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
 
     with lab(tmp_path) as at:
@@ -128,7 +128,7 @@ def test_a_step_whose_file_is_complete_leaves_nothing_to_keep(tmp_path: Path) ->
             await eventually(lambda: collector.copies.size)
             assert await at.end_of(step) == 3
             await eventually(lambda: collector.copies.size == 0)
-            collector.notice(ev.StepEnded(launch.life, launch.tag, 3, None, "exited"))
+            collector.notice(ev.StepEnded(launch.life, launch.tag, 3, None, ExitReason.EXITED))
         assert at.log(launch) == "hello\n"
         assert shipped(at, launch) == []
 

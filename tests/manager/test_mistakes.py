@@ -7,9 +7,9 @@ import pytest
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Exclude, Fence, Finish, Launch, Rung
+from rrl.manager.cluster import RejectReason
 from rrl.manager.state import NEVER_APPEARED, Status, workers
 from rrl.spec.jobview import EnvView, JobView, Recovery
-from rrl.spec.launch import NO_ROOM
 from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests
@@ -42,7 +42,8 @@ def test_a_command_that_is_not_there_ends_the_run_at_its_second_try_where_there_
 
 def test_who_finds_no_room_in_the_gpus_of_two_nodes_goes_on_to_a_third() -> None:
     world = World(job(spares=2, recovery=Recovery(first_start=9, per_node=1)))
-    world.broken_nodes[N2] = world.broken_nodes[N5] = f"{NO_ROOM}3072 MiB of GPU 0 are still in use by process 7"
+    world.broken_nodes[N2] = "no room on its GPUs: 3072 MiB of GPU 0 are still in use by process 7"
+    world.broken_nodes[N5] = world.broken_nodes[N2]
     world.steady()
     assert (world.node_of(TRAINER), world.state.verdict) == (N6, None)
 
@@ -106,7 +107,7 @@ def test_a_launch_of_which_the_launcher_says_that_the_program_is_not_there_count
         world.play(lambda life=life: len(launched(world, TRAINER)) == life)  # type: ignore[misc]
         step = launched(world, TRAINER)[-1].step
         world.steps.pop(step, None)
-        world.happen(ev.Done(step, False, f"srun: {MISSING}"))
+        world.happen(ev.Done(step, False, MISSING, reason=RejectReason.NOT_STARTED))
     world.play()
     assert_nothing_is_left(world, Outcome.REJECTED)
 
@@ -148,7 +149,7 @@ def test_a_step_that_never_appears_again_and_again_ends_the_run_too() -> None:
         world.play(lambda life=life: len(launched(world, TRAINER)) == life)  # type: ignore[misc]
         step = launched(world, TRAINER)[-1].step
         world.steps.pop(step, None)
-        world.happen(ev.Done(step, False, NEVER_APPEARED))
+        world.happen(ev.Done(step, False, NEVER_APPEARED, reason=RejectReason.NEVER_APPEARED))
     world.play()
     assert why(world)[0] == NEVER_APPEARED
     assert_nothing_is_left(world, Outcome.REJECTED)

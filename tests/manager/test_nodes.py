@@ -59,7 +59,7 @@ class Nodes(World):
 
     def say(self, node: NodeName, state: NodeState, words: str) -> None:
         """The cluster, when it is next asked."""
-        self._later(0.2, lambda: self.record(ev.NodeChanged(node, NodeSeen(state, words))))
+        self._later(0.2, lambda: self.record(ev.NodeChanged(node, NodeSeen(state, words, words.partition(": ")[2]))))
 
     def all_up(self) -> Nodes:
         for node in self.state.nodes:

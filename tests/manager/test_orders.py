@@ -7,7 +7,7 @@ from rrl.manager import events as ev
 from rrl.manager.mailbox import Letter
 from rrl.manager.orders import events_of, refusal
 from rrl.manager.state import State
-from rrl.spec.faults import At, Fault, FaultKind
+from rrl.spec.faults import At, Fault, FaultKind, Unfit
 from rrl.spec.jobview import JobView
 from rrl.spec.words import SHADOW, Outcome
 from rrl.tests.manager.jobs import ROLLOUTS, gang_job, job
@@ -15,6 +15,11 @@ from rrl.tests.manager.world import World
 
 R0, R1 = ROLLOUTS
 KILL = Fault("i1", FaultKind.KILL, R0)
+
+
+def text_of(wrong: Unfit | None) -> str:
+    return wrong.text if wrong is not None else ""
+
 
 
 def allowing(**changes: object) -> JobView:
@@ -76,7 +81,9 @@ def test_other_commands_are_no_orders() -> None:
 )  # fmt: skip
 def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_is(fault: Fault, why: str) -> None:
     state = running()
-    assert refusal(fault, state.job, state).startswith(why)
+    wrong = refusal(fault, state.job, state)
+    assert wrong is not None
+    assert wrong.text.startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -90,31 +97,31 @@ def test_what_is_not_the_runs_own_or_makes_no_sense_is_refused_with_what_there_i
 )  # fmt: skip
 def test_what_is_right_is_not_refused(fault: Fault) -> None:
     state = running()
-    assert refusal(fault, state.job, state) == ""
+    assert refusal(fault, state.job, state) is None
 
 
 def test_ranks_and_shadows_that_are_there_can_be_hit() -> None:
     state = World(msgspec.structs.replace(gang_job(), faults_allowed=True)).steady().warmed().state
     shadows = sorted(one.id for one in state.replicas.values() if one.role == SHADOW and one.believed)
     for target in ("trainer/0.3", shadows[0]):
-        assert refusal(Fault("i", FaultKind.KILL, target), state.job, state) == ""
-    why = refusal(Fault("i", FaultKind.KILL, "shadow/n77"), state.job, state)
+        assert refusal(Fault("i", FaultKind.KILL, target), state.job, state) is None
+    why = text_of(refusal(Fault("i", FaultKind.KILL, "shadow/n77"), state.job, state))
     assert why == f'no shadow "shadow/n77" in this run; there are {", ".join(shadows)}'
     cold = World(allowing()).state
-    assert refusal(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold).endswith("there is none now")
+    assert text_of(refusal(Fault("i", FaultKind.KILL, shadows[0]), cold.job, cold)).endswith("there is none now")
 
 
 def test_a_program_without_the_worker_api_is_not_asked_to_do_anything_to_itself() -> None:
     roles = tuple(msgspec.structs.replace(role, watch="activity") for role in job().roles)
     state = World(allowing(roles=roles)).steady().state
-    assert refusal(KILL, state.job, state) == ""
-    why = refusal(Fault("i", FaultKind.EXIT, R0, amount=1.0), state.job, state)
+    assert refusal(KILL, state.job, state) is None
+    why = text_of(refusal(Fault("i", FaultKind.EXIT, R0, amount=1.0), state.job, state))
     assert why == "rollout/0 does not use the worker API: exit needs its help"
 
 
 def test_a_run_that_ends_or_has_ended_takes_no_order() -> None:
     world = World(allowing()).steady()
     world.cancel()
-    assert refusal(KILL, world.state.job, world.state) == "it is ending (cancelled)"
+    assert text_of(refusal(KILL, world.state.job, world.state)) == "it is ending (cancelled)"
     world.record(ev.RunEnded(Outcome.CANCELLED, "asked"))
-    assert refusal(KILL, world.state.job, world.state) == "it has ended already: cancelled"
+    assert text_of(refusal(KILL, world.state.job, world.state)) == "it has ended already: cancelled"

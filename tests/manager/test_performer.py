@@ -18,6 +18,7 @@ from rrl.manager.actions import Fence, Perform, Rung, Why
 from rrl.manager.cluster import Refused, Unanswered
 from rrl.manager.performer import Performer, abandoned
 from rrl.spec.faults import Fault, FaultKind
+from rrl.spec.launch import ExitReason
 from rrl.spec.rundir import RunDir
 from rrl.spec.words import Life, NodeName, ReplicaId
 from rrl.tests.lab.first import eventually
@@ -133,7 +134,7 @@ def test_an_exit_whose_answer_was_lost_is_known_by_its_code(tmp_path: Path, code
 
     async def ends() -> None:
         await eventually(lambda: bench.sent)
-        bench.record(ev.StepEnded(bench.life, action.step, code, None, "exited"))
+        bench.record(ev.StepEnded(bench.life, action.step, code, None, ExitReason.EXITED))
         bench.record(ev.Decided(Fence(bench.life, Rung.IN_PLACE, Why(("it ended",)))))
 
     (told,) = bench.play(action, ends)

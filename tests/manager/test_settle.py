@@ -7,7 +7,7 @@ import pytest
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Drain, Launch, Release, Request, Shrink, Undrain, Why
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed, RejectReason
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
 from rrl.manager.settle import EAGER, Misses, hungry, settle, undecided
@@ -47,6 +47,10 @@ class Looks:
         return events
 
 
+def _never_came(tag: str, detail: str) -> ev.Done:
+    return ev.Done(tag, False, detail, True, RejectReason.NEVER_APPEARED)
+
+
 def listed(seen: AllocationSeen, **others: AllocationSeen) -> Observed:
     return Observed(nodes={}, allocations={POOL: seen, **others}, steps={})
 
@@ -73,7 +77,7 @@ def test_a_request_that_is_never_found_counts_as_refused_after_the_quiet_period_
     for at in (1.0, QUIET / 2, QUIET):
         assert looks.look(NOTHING, at=at) == []
     assert looks.look(NOTHING, at=QUIET + 1) == []
-    assert looks.look(NOTHING, at=QUIET + 2) == [ev.Done(POOL, False, "never appeared in the queue", unheard=True)]
+    assert looks.look(NOTHING, at=QUIET + 2) == [_never_came(POOL, "never appeared in the queue")]
     assert looks.state is not None
     assert [refusal.tag for refusal in looks.state.refusals] == [POOL]
 
@@ -97,7 +101,7 @@ def test_a_heterogeneous_request_is_found_by_any_of_its_components_and_each_is_t
 def test_a_heterogeneous_request_of_which_no_component_is_found_was_never_made() -> None:
     looks = Looks(HET)
     looks.look(NOTHING, at=QUIET + 1)
-    assert looks.look(NOTHING, at=QUIET + 2) == [ev.Done(POOL, False, "never appeared in the queue", unheard=True)]
+    assert looks.look(NOTHING, at=QUIET + 2) == [_never_came(POOL, "never appeared in the queue")]
     assert looks.state is not None
     assert looks.state.allocations == {}
 
@@ -253,7 +257,9 @@ def test_a_launch_whose_step_never_appears_counts_as_refused_after_the_quiet_per
     assert looks.look(steps(), at=QUIET + 1) == []
     assert looks.look(steps(STEP), at=QUIET + 2) == []
     assert looks.look(steps(), at=QUIET + 3) == []
-    assert looks.look(steps(), at=QUIET + 4) == [ev.Done(STEP, False, "its step never appeared")]
+    assert looks.look(steps(), at=QUIET + 4) == [
+        ev.Done(STEP, False, "its step never appeared", reason=RejectReason.NEVER_APPEARED)
+    ]
 
 
 def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_cluster_did_not_start() -> None:
@@ -261,7 +267,7 @@ def test_a_launch_of_a_manager_that_has_died_since_is_told_from_one_that_the_clu
     assert looks.state is not None
     looks.state = fold(looks.state, ev.Stamped(99, 5.0, 2, ev.ManagerStarted("h", 2)))
     looks.look(steps(), at=QUIET + 1)
-    assert looks.look(steps(), at=QUIET + 2) == [ev.Done(STEP, False, "its step never appeared", unheard=True)]
+    assert looks.look(steps(), at=QUIET + 2) == [_never_came(STEP, "its step never appeared")]
 
 
 def test_a_launch_whose_command_has_ended_is_settled_by_two_looks_without_the_quiet_period() -> None:
@@ -321,15 +327,15 @@ def test_the_manager_looks_often_while_something_is_expected_of_the_cluster(
 
 
 OURS = "rrl:small-1:gpu: xid"
-DRAINED = NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}")
+DRAINED = NodeSeen(NodeState.DRAINING, f"IDLE+DRAIN: {OURS}", OURS)
 
 
 @pytest.mark.parametrize(("action", "seen", "so"), [
     (Drain(N1, OURS, WHY), DRAINED, True),
-    (Drain(N1, OURS, WHY), NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan"), False),
-    (Drain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}"), False),  # 24.11 keeps old reasons
+    (Drain(N1, OURS, WHY), NodeSeen(NodeState.DRAINING, "IDLE+DRAIN: bad fan", "bad fan"), False),
+    (Drain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}", OURS), False),  # 24.11 keeps old reasons
     (Undrain(N1, OURS, WHY), DRAINED, False),
-    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}"), True),
+    (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UP, f"IDLE: {OURS}", OURS), True),
     (Undrain(N1, OURS, WHY), NodeSeen(NodeState.UNKNOWN, "not known to Slurm"), False),
 ])  # fmt: skip
 def test_a_drain_whose_answer_was_lost_is_settled_by_what_the_node_says(

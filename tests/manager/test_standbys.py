@@ -13,7 +13,7 @@ from rrl.manager.planner.rooms import Rooms
 from rrl.manager.planner.wiring import wire
 from rrl.manager.state import First, Status, owner_of, workers
 from rrl.spec.jobview import Limits, Recovery, Resources
-from rrl.spec.launch import tag_of
+from rrl.spec.launch import ExitReason, tag_of
 from rrl.spec.words import SHADOW, Life, NodeName, Outcome, member_id, replica_id
 from rrl.tests.manager.jobs import REWARD, RUN, STORE, TRAINER, gang_job, in_parts
 from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests, rungs
@@ -159,7 +159,7 @@ def test_a_member_that_a_shadow_became_is_a_member_like_any_other() -> None:
     assert [one.life for one in world.decided(StopStep) if one.step == step] == [Life(M0, 2)]
     assert world.state.lingering == {}
     assert {world.incarnations()[id] for id in (M0, M1)} == {3}
-    end = ev.StepEnded(shadow(N2, 2), world.state.replica(M0).step or "", None, 9, "signalled")
+    end = ev.StepEnded(shadow(N2, 2), world.state.replica(M0).step or "", None, 9, ExitReason.SIGNALED)
     world.record(end)  # as its exit record has it, that was begun as a shadow's
     assert (world.state.replica(M0).step, world.state.replica(M0).status) == (None, Status.JOINED)
 

@@ -30,13 +30,13 @@ from rrl.manager.actions import (
     Undrain,
     Why,
 )
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, RejectReason
 from rrl.manager.fold import fold
 from rrl.manager.fold_lives import RETURN_PAUSE
-from rrl.manager.state import NEVER_APPEARED, Lingering, State, Status, open_requests, workers
+from rrl.manager.state import Lingering, State, Status, open_requests, workers
 from rrl.spec.faults import At, Fault, FaultKind
 from rrl.spec.jobview import Recovery
-from rrl.spec.launch import ENDED_AT_ONCE, tag_of
+from rrl.spec.launch import ExitReason, tag_of
 from rrl.spec.words import (
     Cause,
     Evidence,
@@ -183,13 +183,13 @@ def test_a_late_event_of_a_fenced_life_changes_nothing_about_its_replica(late: e
 def test_a_life_that_ends_late_stops_lingering_and_nothing_else() -> None:
     before = told(*RUNNING, fence(), launch(Life(R1.replica, 2), N2))
     assert before.lingering == {tag_of(RUN, R1): Lingering(R1, N1, POOL, 18.0)}
-    after = told(ev.StepEnded(R1, tag_of(RUN, R1), 0, None, "asked"), state=before)
+    after = told(ev.StepEnded(R1, tag_of(RUN, R1), 0, None, ExitReason.STOPPED), state=before)
     assert after.lingering == {}
     assert after.replicas == before.replicas
 
 
 def test_a_fenced_life_that_ended_before_does_not_linger() -> None:
-    state = told(*RUNNING, ev.StepEnded(R1, tag_of(RUN, R1), 1, None, "exited"), fence())
+    state = told(*RUNNING, ev.StepEnded(R1, tag_of(RUN, R1), 1, None, ExitReason.EXITED), fence())
     assert state.lingering == {}
     assert state.replicas[R1.replica].status is Status.WANTED
 
@@ -450,18 +450,20 @@ def test_only_what_failed_by_itself_before_any_life_joined_counts_as_a_failed_st
 
 
 @pytest.mark.parametrize(
-    ("said", "counts"),
+    ("reason", "counts"),
     [
-        ("no such node", 0),
-        (NEVER_APPEARED, 1),
-        (f"{ENDED_AT_ONCE}: Illegal instruction", 1),
-        ("srun: not started: no python on n1", 1),
+        (RejectReason.REFUSED, 0),
+        (RejectReason.NEVER_APPEARED, 1),
+        (RejectReason.EXITED_AT_ONCE, 1),
+        (RejectReason.NOT_STARTED, 1),
     ],
 )
-def test_of_refused_launches_those_count_of_which_something_ran_or_should_have(said: str, counts: int) -> None:
-    state = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, said))
+def test_of_refused_launches_those_count_of_which_something_ran_or_should_have(
+    reason: RejectReason, counts: int
+) -> None:
+    state = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, "said", reason=reason))
     assert state.replicas[R1.replica].unstarted == counts
-    unheard = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, said, unheard=True))
+    unheard = told(*pool(N1), launch(), ev.Done(tag_of(RUN, R1), False, "said", True, reason))
     assert unheard.replicas[R1.replica].unstarted == 0
 
 
@@ -469,22 +471,22 @@ SHARD = Life(ReplicaId("shard/0"), 1)
 
 
 @pytest.mark.parametrize(
-    ("code", "why", "service", "status"),
+    ("code", "reason", "service", "status"),
     [
-        (0, "exited", False, Status.COMPLETED),
-        (0, "exited", True, Status.JOINED),
-        (0, "asked", False, Status.JOINED),
-        (1, "exited", False, Status.JOINED),
-        (None, "signalled", False, Status.JOINED),
+        (0, ExitReason.EXITED, False, Status.COMPLETED),
+        (0, ExitReason.EXITED, True, Status.JOINED),
+        (0, ExitReason.STOPPED, False, Status.JOINED),
+        (1, ExitReason.EXITED, False, Status.JOINED),
+        (None, ExitReason.SIGNALED, False, Status.JOINED),
     ],
 )
 def test_a_command_that_exits_with_code_0_of_its_own_accord_is_done(
-    code: int | None, why: str, service: bool, status: Status
+    code: int | None, reason: ExitReason, service: bool, status: Status
 ) -> None:
     state = fold(None, ev.Stamped(1, 0.0, 1, ev.RunStarted(RUN, commands(command("shard", service=service)))))
     tag = tag_of(RUN, SHARD)
     state = told(*pool(N1), launch(SHARD), ev.Joined(SHARD, N1, "host", 6), state=state)
-    state = told(ev.StepEnded(SHARD, tag, code, None, why), state=state)
+    state = told(ev.StepEnded(SHARD, tag, code, None, reason), state=state)
     assert (state.replicas[SHARD.replica].status, state.replicas[SHARD.replica].step) == (status, None)
     assert state.believed(SHARD) is (status is Status.JOINED)
 
@@ -547,7 +549,8 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.ManagerStarted: st.builds(ev.ManagerStarted, st.just("host"), st.just(1)),
     ev.ManagerStopped: st.builds(ev.ManagerStopped, st.just("SIGTERM")),
     ev.Intended: st.builds(ev.Intended, _outside),
-    ev.Done: st.builds(ev.Done, _tags, st.booleans(), st.just("said")),
+    ev.Done: st.builds(ev.Done, _tags, st.booleans(), st.just("said"), st.booleans(),
+                      st.none() | st.sampled_from(RejectReason)),
     ev.Decided: st.builds(ev.Decided, _decisions),
     ev.AllocationChanged: st.builds(ev.AllocationChanged, _allocations, st.none() | _seen),
     ev.NodeChanged: st.builds(ev.NodeChanged, _nodes, st.builds(NodeSeen, st.sampled_from(NodeState))),
@@ -558,7 +561,7 @@ _BY_TYPE: dict[type, st.SearchStrategy[ev.Event]] = {
     ev.Joined: st.builds(ev.Joined, _lives, _nodes, st.just("host"), st.just(1), st.none() | st.just("tcp://x")),
     ev.StepEnded: _lives.flatmap(lambda life: st.builds(ev.StepEnded, st.just(life), st.just(tag_of(RUN, life)),
                                                          st.none() | st.just(1), st.none() | st.just(9),
-                                                         st.just("ended"))),
+                                                         st.sampled_from(ExitReason))),
     ev.PhaseEntered: st.builds(ev.PhaseEntered, _lives, st.sampled_from(["generate", "other"]), st.none() | _replicas),
     ev.Noted: st.builds(ev.Noted, _lives, st.sampled_from(["", "the trainer waits for group 3"])),
     ev.FirstWorkDone: st.builds(ev.FirstWorkDone, _lives),

@@ -17,7 +17,19 @@ from rrl.manager import suspicion
 from rrl.manager.suspicion import AGAIN, WITHIN, Suspicion
 from rrl.spec.jobview import HealthView, JobView, Limits
 from rrl.spec.rundir import RunDir
-from rrl.spec.words import AGENT, Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict, replica_id
+from rrl.spec.words import (
+    AGENT,
+    Cause,
+    Evidence,
+    Finding,
+    Life,
+    NodeName,
+    ProbeResult,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    replica_id,
+)
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
 from rrl.tests.manager.world import World
@@ -377,7 +389,7 @@ def test_a_suspect_is_asked_for_work_and_believed_when_it_answers(tmp_path: Path
         await _generates_and_falls_silent(desk, lambda: bool(_probes(desk)))
         probe = _probes(desk)[0]
         assert probe.life == desk.life
-        desk.suspicion.heard(msg.Probed(desk.life, probe.id, True, "a token"))
+        desk.suspicion.heard(msg.Probed(desk.life, probe.id, ProbeResult.WORKS, "a token"))
         await asyncio.sleep(LIMITS.probe / 3)
         detected, _ = detect(desk.watch, LIMITS, desk.now())
         assert [one for one in detected if one.verdict is Verdict.FAIL] == []
@@ -389,7 +401,8 @@ def test_a_suspect_is_asked_for_work_and_believed_when_it_answers(tmp_path: Path
 def test_an_answer_that_it_cannot_work_fails_it(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         await _generates_and_falls_silent(desk, lambda: bool(_probes(desk)))
-        desk.suspicion.heard(msg.Probed(desk.life, _probes(desk)[0].id, False, "RuntimeError: \x1b not finite"))
+        failed = msg.Probed(desk.life, _probes(desk)[0].id, ProbeResult.FAILED, "RuntimeError: \x1b not finite")
+        desk.suspicion.heard(failed)
         (found,) = [one for one in detect(desk.watch, LIMITS, desk.now())[0] if one.verdict is Verdict.FAIL]
         assert "RuntimeError:   not finite" in found.evidence[0].text
 
@@ -428,7 +441,7 @@ def test_who_cannot_be_reached_counts_as_asked(tmp_path: Path) -> None:
 def test_an_answer_to_an_earlier_managers_question_is_none(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         await _generates_and_falls_silent(desk, lambda: bool(_probes(desk)))
-        desk.suspicion.heard(msg.Probed(desk.life, 1, True, "a token"))
+        desk.suspicion.heard(msg.Probed(desk.life, 1, ProbeResult.WORKS, "a token"))
         assert desk.watch.replicas[desk.life.replica].probes.answers == 0
 
     play(tmp_path, story)

@@ -11,6 +11,7 @@ from rrl.manager.cluster import AllocationSeen, AllocationState
 from rrl.manager.planner.start import REFUSALS
 from rrl.manager.state import Status, workers
 from rrl.spec.jobview import JobView, Limits, Part
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import (
     AGENT,
     Cause,
@@ -46,7 +47,7 @@ def preempt(world: World, tag: str) -> None:
     for step, (life, node) in list(world.steps.items()):
         if node in nodes:
             del world.steps[step]
-            world.happen(ev.StepEnded(life, step, 0, None, "asked"))
+            world.happen(ev.StepEnded(life, step, 0, None, ExitReason.STOPPED))
     told(world, tag, left=GRACE, taken=True)
     world.play(at_most=GRACE)
     if tag in world.state.allocations:
@@ -137,7 +138,7 @@ def test_whose_process_is_ended_when_its_time_is_over_has_not_failed_though_the_
     assert step is not None
     assert fences(world) == [], "it may go on for a while"
     del world.steps[step]
-    world.happen(ev.StepEnded(life, step, 0, None, "asked"))
+    world.happen(ev.StepEnded(life, step, 0, None, ExitReason.STOPPED))
     (fence,) = fences(world)
     assert (fence.life, fence.charged) == (life, False)
     world.play(lambda: world.state.replica(R0).status is Status.JOINED, at_most=60.0)

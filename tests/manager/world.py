@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from rrl.manager import events as ev
 from rrl.manager.actions import Action, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
+from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, RejectReason
 from rrl.manager.fold import fold
 from rrl.manager.planner import plan
 from rrl.manager.state import NEVER_APPEARED, State, Status, workers
 from rrl.spec.jobview import JobView
-from rrl.spec.launch import NOT_STARTED
+from rrl.spec.launch import ExitReason
 from rrl.spec.phases import STANDBY
 from rrl.spec.words import (
     AGENT,
@@ -27,6 +27,7 @@ from rrl.spec.words import (
     Cause,
     Evidence,
     Finding,
+    Flag,
     Life,
     NodeName,
     Outcome,
@@ -300,7 +301,7 @@ class World:
             elif isinstance(action, Perform):
                 self.record(ev.FaultInjected(action.fault.id, None, False, unknown=True))
             else:
-                missed = ev.Done(action.tag, False, NEVER_APPEARED, unheard=True)
+                missed = ev.Done(action.tag, False, NEVER_APPEARED, True, RejectReason.NEVER_APPEARED)
                 self._later(self.state.job.limits.quiet, lambda missed=missed: self.record(missed))  # type: ignore[misc]
         self._turn()
 
@@ -428,11 +429,12 @@ class World:
     def _break(self, action: Launch, why: str) -> None:
         if action.step in self.steps:
             del self.steps[action.step]
-            code = None if why.startswith(NOT_STARTED) else 1
+            reason, detail = _exit(why)
+            code = None if reason is ExitReason.NOT_STARTED else 1
             believed = self.state.believed(action.life)
-            self.record(ev.StepEnded(action.life, action.step, code, None, why))
+            self.record(ev.StepEnded(action.life, action.step, code, None, reason, detail=detail))
             if believed:
-                self.record(found(action.life, "exit_record", self.now, proof=True, text=why))
+                self.record(found(action.life, "exit_record", self.now, proof=True, text=why, reason=reason))
 
     def _join(self, action: Launch) -> None:
         life, node = action.life, action.node
@@ -458,7 +460,7 @@ class World:
     def _end(self, step: str, code: int) -> None:
         life, _ = self.steps.pop(step)
         believed = self.state.believed(life)
-        self.record(ev.StepEnded(life, step, code, None, "exited"))
+        self.record(ev.StepEnded(life, step, code, None, ExitReason.EXITED))
         if believed and code:
             self.record(found(life, "exit_record", self.now, proof=True))
 
@@ -488,10 +490,19 @@ def _holds(life: Life) -> bool:
     return role_of(life.replica) == SHADOW and stands_for(life.replica) == "rollout"
 
 
-def found(life: Life, detector: str, at: float, proof: bool = False, text: str = "") -> ev.FindingChanged:
+def _exit(text: str) -> tuple[ExitReason, str]:
+    """Return what :func:`rrl.spec.launch.exit_text` made this text of; any other text is a detail."""
+    reason, _, detail = text.partition(": ")
+    return (ExitReason(reason), detail) if reason in set(ExitReason) else (ExitReason.EXITED, text)
+
+
+def found(
+    life: Life, detector: str, at: float, proof: bool = False, text: str = "", reason: ExitReason | None = None
+) -> ev.FindingChanged:
     evidence = (Evidence("step", text or f"{life} failed", at),)
+    flags = (Flag.NOT_STARTED,) if reason is ExitReason.NOT_STARTED else ()
     return ev.FindingChanged(
-        Finding(detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, life=life, proof=proof)
+        Finding(detector, Verdict.FAIL, Cause.PROCESS, Remedy.RESTART, at, evidence, life, proof=proof, flags=flags)
     )
 
 

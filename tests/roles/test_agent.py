@@ -12,7 +12,7 @@ import pytest
 
 from rrl.roles.agent import _removed
 from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.launch import LAUNCH_ENV, Launch
+from rrl.spec.launch import LAUNCH_ENV, ExitReason, Launch
 from rrl.spec.processes import Process, look
 from rrl.spec.words import Life, ReplicaId
 from rrl.tests.lab.first import Lab, Manager, eventually, lab
@@ -168,7 +168,7 @@ def test_an_order_to_stop_ends_the_agent_and_nothing_else(tmp_path: Path) -> Non
             assert look(role.pid) is not None
             record = at.record(here.launch)
             assert record is not None
-            assert record.why == "asked"
+            assert record.reason == ExitReason.STOPPED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

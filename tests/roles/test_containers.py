@@ -10,7 +10,7 @@ import pytest
 
 from rrl.manager.containers import apptainer
 from rrl.spec.jobview import ContainerView, EnvView, Resources, RoleView
-from rrl.spec.launch import Launch
+from rrl.spec.launch import ExitReason, Launch
 from rrl.spec.prelude import prelude
 from rrl.spec.processes import Process, look
 from rrl.spec.rundir import write_atomically
@@ -52,7 +52,7 @@ def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_r
             launch = contained(at, job, "echo $SET $PWD; exit 3")
             at.start(launch)
             told = await manager.hears(StepExit)
-            assert (told.code, told.why) == (3, "exited")
+            assert (told.code, told.reason) == (3, ExitReason.EXITED)
             await eventually(lambda: f"up {job}" in at.log(launch))
             assert (job / "call").read_text().splitlines() == [
                 "exec", "--no-eval", f"--bind={at.run.path}:{at.run.path}", f"--bind={job}:{job}",
@@ -77,7 +77,7 @@ def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its
             inside = await daemon(at, launch)
             if how == "asked":
                 step.terminate()
-                assert (await manager.hears(StepExit)).why == "asked"
+                assert (await manager.hears(StepExit)).reason == ExitReason.STOPPED
             else:
                 await manager.hears(AgentBeat, lambda beat: launch.tag in beat.alive)  # else there is no witness
                 step.send_signal(9)
@@ -97,7 +97,7 @@ def test_a_node_without_apptainer_says_so(tmp_path: Path) -> None:
             launch = msgspec.structs.replace(contained(at, tmp_path / "job", "true"), setup="")
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
             at.start(launch)
-            assert (await manager.hears(StepExit)).why.endswith("No such file or directory: 'apptainer'")
+            assert (await manager.hears(StepExit)).detail.endswith("No such file or directory: 'apptainer'")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

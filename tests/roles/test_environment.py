@@ -17,7 +17,7 @@ from rrl.roles.environment import on_this_node, rdma_devices, see_all_gpus, ucx_
 from rrl.roles.gpus import held_gpus, held_gpus_within
 from rrl.spec.descriptors import NOFILE
 from rrl.spec.jobview import EnvView
-from rrl.spec.launch import Launch
+from rrl.spec.launch import ExitReason, Launch
 from rrl.spec.prelude import prelude
 from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life, NodeName, ReplicaId
@@ -111,9 +111,10 @@ def test_a_step_on_a_node_without_the_network_says_what_there_is(tmp_path: Path)
         async with at.manager() as manager:
             made = rewrite(at, at.launch("touch", str(tmp_path / "started")), network="203.0.113.0/24")
             at.start(made)
-            told = (await manager.hears(StepExit)).why
+            told = await manager.hears(StepExit)
             there = ", ".join(f"{one.name} {one.address}" for one in interfaces())
-            assert told == f"not started: no interface with an address in 203.0.113.0/24; there are {there}"
+            assert told.reason is ExitReason.NOT_STARTED
+            assert told.detail == f"no interface with an address in 203.0.113.0/24; there are {there}"
             assert not (tmp_path / "started").exists()
 
     with lab(tmp_path) as at:
@@ -146,7 +147,7 @@ def test_what_a_line_of_setup_sets_reaches_the_role_and_its_words_are_in_the_log
             made = rewrite(at, at.launch("sh", "-c", "echo $SET $PWD; exit 5"), setup=text)
             at.start(made)
             told = await manager.hears(StepExit)
-            assert (told.code, told.why) == (5, "exited")
+            assert (told.code, told.reason) == (5, ExitReason.EXITED)
             await eventually(lambda: f"up {made.cwd}" in at.log(made))
             assert "loading" in at.log(made)
 
@@ -160,11 +161,12 @@ def test_a_line_of_setup_that_fails_is_the_reason_in_the_exit_record_with_its_ow
             text = prelude(EnvView(setup=("sleep 1002 & true", "ls /no/such/place")))
             made = rewrite(at, at.launch("touch", str(tmp_path / "started"), env={"LC_ALL": "C"}), setup=text)
             step = at.start(made)
-            told = (await manager.hears(StepExit)).why
-            assert told.startswith("not started: [env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
+            told = await manager.hears(StepExit)
+            assert told.reason is ExitReason.NOT_STARTED
+            assert told.detail.startswith("[env] setup line 2 failed (exit 2): ls: cannot access '/no/such/pl")
             record = at.record(made)
             assert record is not None
-            assert record.why == told
+            assert (record.reason, record.detail) == (told.reason, told.detail)
             await at.end_of(step)
             assert not at.processes(made)  # what the first line left in the background is gone too
             assert not (tmp_path / "started").exists()
@@ -181,7 +183,7 @@ def test_a_role_that_is_asked_to_stop_while_it_is_set_up_was_asked(tmp_path: Pat
             step = at.start(made)
             await eventually((tmp_path / "there").exists)
             step.terminate()
-            assert (await manager.hears(StepExit)).why == "asked"
+            assert (await manager.hears(StepExit)).reason == ExitReason.STOPPED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

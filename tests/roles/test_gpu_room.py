@@ -12,7 +12,7 @@ from signal import SIGKILL
 
 import msgspec
 
-from rrl.spec.launch import ExitRecord, Launch
+from rrl.spec.launch import ExitReason, ExitRecord, Launch
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.tests.lab.nvml.driver import FakeDriver
 from rrl.transport.messages import Stop
@@ -46,8 +46,9 @@ def test_a_role_is_not_started_into_memory_that_is_held_and_its_record_says_who_
 
     async def story(at: Lab) -> None:
         async with at.manager(), step(at, driver, waits=0.5) as launch:
-            why = (await ended(at, launch)).why
-            assert why == f"no room on its GPUs: 3072 MiB of GPU {driver.uuid(1)} are still in use by process 4242"
+            record = await ended(at, launch)
+            assert record.reason is ExitReason.GPUS_OCCUPIED
+            assert record.detail == f"3072 MiB of GPU {driver.uuid(1)} are still in use by process 4242"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -124,7 +125,7 @@ def test_who_waits_for_room_leaves_when_it_is_asked_to(tmp_path: Path) -> None:
             await eventually(lambda: launch.life in manager.peers)
             await manager.tell(launch.life, Stop(launch.life, 1.0, "done"))
             record = await ended(at, launch)
-            assert (record.why, record.code, record.signal) == ("asked", None, None)
+            assert (record.reason, record.code, record.signal) == (ExitReason.STOPPED, None, None)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))

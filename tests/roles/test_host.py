@@ -12,7 +12,19 @@ import msgspec
 import pytest
 
 from rrl.roles import host
-from rrl.roles.host import Ended, Host, Interface, Ucx, Unread, ask, command, filesystem, parse_ucx, read_host
+from rrl.roles.host import (
+    Ended,
+    Host,
+    Interface,
+    Ucx,
+    Unread,
+    UnreadCause,
+    ask,
+    command,
+    filesystem,
+    parse_ucx,
+    read_host,
+)
 from rrl.spec.processes import look
 
 UCX_INFO = """\
@@ -46,8 +58,9 @@ def test_a_reader_that_hangs_or_raises_is_unread_and_the_others_answer() -> None
     told = ask({"well": lambda: 7, "broken": broken, "hangs": never.wait, "gone": Path("/nope").read_text}, 0.5)
     never.set()
     assert told == {
-        "well": 7, "broken": Unread("ValueError: two lines"), "hangs": Unread("no answer within 0.5 s"),
-        "gone": Unread("/nope: No such file or directory"),
+        "well": 7, "broken": Unread("ValueError: two lines"),
+        "hangs": Unread("no answer within 0.5 s", UnreadCause.TIMEOUT),
+        "gone": Unread("/nope: No such file or directory", UnreadCause.NOT_FOUND),
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from rrl.roles.link import FENCED_EXIT
 from rrl.roles.standing_by import NICE, keep_gpus
 from rrl.roles.worker import Worker
 from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import Launch, tag_of
+from rrl.spec.launch import ExitReason, Launch, tag_of
 from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life, ReplicaId, Version
 from rrl.tests.lab.first import PATIENCE, eventually
@@ -285,7 +285,7 @@ def test_asked_to_leave_before_it_became_anything_it_ends_in_order(scene: Scene,
             await scene.at.end_of(child)
             record = scene.at.record(launch)
             assert record is not None
-            assert (record.code, record.why) == (0, "asked")
+            assert (record.code, record.reason) == (0, ExitReason.STOPPED)
             assert "inside" not in scene.at.log(launch)
 
     play(story)

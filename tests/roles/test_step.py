@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.launch import LAUNCH_ENV, ExitRecord, Launch
+from rrl.spec.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_text
 from rrl.spec.processes import STEP_ENV, Process, descendants, look
 from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
 from rrl.transport.messages import Fenced, StepExit, Stop, Wanted
@@ -38,6 +38,10 @@ def arguments(process: Process) -> list[str]:
         return [""]
 
 
+def text_of(end: ExitRecord | StepExit) -> str:
+    return exit_text(end.reason, end.detail)
+
+
 def gone(process: Process) -> bool:
     now = look(process.pid)
     return now is None or now.started != process.started
@@ -50,10 +54,10 @@ def test_a_killed_role_leaves_a_record_and_the_manager_is_told(tmp_path: Path) -
             step = at.start(launch)
             os.killpg((await command(at, launch)).pid, signal.SIGKILL)
             told = await manager.hears(StepExit)
-            assert told == StepExit(launch.life, launch.tag, None, signal.SIGKILL, "signalled")
+            assert told == StepExit(launch.life, launch.tag, None, signal.SIGKILL, ExitReason.SIGNALED)
             record = at.record(launch)
             assert record is not None
-            assert (record.code, record.signal, record.why) == (None, signal.SIGKILL, "signalled")
+            assert (record.code, record.signal, record.reason) == (None, signal.SIGKILL, ExitReason.SIGNALED)
             assert await at.end_of(step) == 128 + signal.SIGKILL
 
     with lab(tmp_path) as at:
@@ -66,7 +70,7 @@ def test_an_exit_code_is_recorded_with_the_last_line(tmp_path: Path) -> None:
             launch = at.launch("sh", "-c", "echo to the log; echo and this >&2; exit 7")
             assert await at.end_of(at.start(launch)) == 7
             when = getattr(at.record(launch), "at", 0.0)
-            record = ExitRecord(launch.tag, launch.life, launch.node, 7, None, "exited", when, "and this")
+            record = ExitRecord(launch.tag, launch.life, launch.node, 7, None, ExitReason.EXITED, when, "and this")
             assert at.record(launch) == record
             assert at.log(launch) == "to the log\nand this\n"
 
@@ -133,10 +137,10 @@ def test_a_refused_step_leaves_and_starts_nothing(tmp_path: Path) -> None:
             launch = at.launch("touch", str(tmp_path / "started"))
             await at.end_of(at.start(launch))
             assert not (tmp_path / "started").exists()
-            assert (await manager.hears(StepExit)).why == "unwanted: an older incarnation"
+            assert text_of(await manager.hears(StepExit)) == "not admitted: an older incarnation"
             record = at.record(launch)
             assert record is not None
-            assert record.why == "unwanted: an older incarnation"
+            assert text_of(record) == "not admitted: an older incarnation"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -148,7 +152,7 @@ def test_a_step_thwhennobody_admits_leaves(tmp_path: Path) -> None:
         await at.end_of(at.start(launch, patch="import rrl.roles.first as f; f.ADMISSION = 0.2; f.LAST_WORDS = 0.1"))
         record = at.record(launch)
         assert record is not None
-        assert record.why == "unwanted: no manager answered"
+        assert text_of(record) == "not admitted: no manager answered"
         assert not (tmp_path / "started").exists()
 
     with lab(tmp_path) as at:
@@ -182,7 +186,7 @@ def test_a_step_thwhenthe_next_manager_does_not_want_ends_its_role(tmp_path: Pat
             await at.end_of(step)
             record = at.record(launch)
             assert record is not None
-            assert (record.signal, record.why) == (signal.SIGKILL, "unwanted: replaced")
+            assert (record.signal, text_of(record)) == (signal.SIGKILL, "not admitted: replaced")
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -194,7 +198,7 @@ def test_an_end_without_a_manager_is_told_to_one_thwhencomes_in_time(tmp_path: P
         at.start(launch, patch="import rrl.roles.first as f; f.ADMISSION = 0.1; f.LAST_WORDS = 20.0")
         await eventually(lambda: at.record(launch))
         async with at.manager() as late:
-            assert (await late.hears(StepExit)).why == "unwanted: no manager answered"
+            assert text_of(await late.hears(StepExit)) == "not admitted: no manager answered"
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -212,7 +216,7 @@ def test_a_role_thwhenignores_sigterm_is_killed_after_the_grace(tmp_path: Path, 
             else:
                 await manager.tell(launch.life, Stop(launch.life, 0.3, "done"))
             told = await manager.hears(StepExit)
-            assert (told.signal, told.why) == (signal.SIGKILL, "asked")
+            assert (told.signal, told.reason) == (signal.SIGKILL, ExitReason.STOPPED)
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -226,7 +230,7 @@ def test_a_role_thwhenis_asked_to_stop_may_finish(tmp_path: Path) -> None:
             await eventually(lambda: "up" in at.log(launch))
             step.terminate()
             told = await manager.hears(StepExit)
-            assert (told.code, told.why) == (0, "asked")
+            assert (told.code, told.reason) == (0, ExitReason.STOPPED)
             await at.end_of(step)
             assert "saved" in at.log(launch)
 
@@ -263,6 +267,20 @@ def test_a_fenced_role_gets_no_grace(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
+def test_a_step_that_is_fenced_records_the_reason(tmp_path: Path) -> None:
+    async def story(at: Lab) -> None:
+        async with at.manager() as manager:
+            launch = at.launch(*SLEEP)
+            at.start(launch)
+            await command(at, launch)
+            await manager.tell(launch.life, Fenced(launch.life, "superseded"))
+            end = await manager.hears(StepExit)
+            assert (end.reason, end.detail) == (ExitReason.FENCED, "superseded")
+
+    with lab(tmp_path) as at:
+        asyncio.run(story(at))
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_the_launchers_death_ends_the_step_where_the_launch_says_so(tmp_path: Path, dies: bool) -> None:
     async def story(at: Lab) -> None:
@@ -275,10 +293,10 @@ def test_the_launchers_death_ends_the_step_where_the_launch_says_so(tmp_path: Pa
             launcher.kill()
             await launcher.wait()
             if dies:
-                assert (await manager.hears(StepExit)).why == "launcher died"
+                assert (await manager.hears(StepExit)).reason == ExitReason.LAUNCHER_DIED
             else:
                 os.killpg(role.pid, signal.SIGTERM)
-                assert (await manager.hears(StepExit)).why == "signalled"
+                assert (await manager.hears(StepExit)).reason == ExitReason.SIGNALED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -301,7 +319,7 @@ def test_a_command_thwhencannot_be_started_says_so(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch("no-such-command"))
-            assert (await manager.hears(StepExit)).why.startswith("not started: ")
+            assert (await manager.hears(StepExit)).reason is ExitReason.NOT_STARTED
 
     with lab(tmp_path) as at:
         asyncio.run(story(at))
@@ -317,7 +335,7 @@ def test_another_lifes_orders_are_not_obeyed(tmp_path: Path) -> None:
             await manager.tell(launch.life, Fenced(older, "superseded"))
             await manager.tell(launch.life, Stop(launch.life, 5.0, "done"))
             told = await manager.hears(StepExit)
-            assert (told.signal, told.why) == (signal.SIGTERM, "asked")
+            assert (told.signal, told.reason) == (signal.SIGTERM, ExitReason.STOPPED)
             assert gone(role)
 
     with lab(tmp_path) as at:

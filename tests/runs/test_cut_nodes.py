@@ -10,7 +10,7 @@ import pytest
 from rrl.manager import events as ev
 from rrl.manager.cluster import NodeState
 from rrl.roles.link import FENCED_EXIT
-from rrl.spec.launch import read_exit
+from rrl.spec.launch import ExitReason, read_exit
 from rrl.spec.words import Life, ReplicaId
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
@@ -64,6 +64,6 @@ def _who_sent_it_away(run: TestRun, life: Life, node: str, step: str) -> str:
         down = [stamped for stamped in run.events() if isinstance(stamped.event, ev.NodeChanged)
                 and (stamped.event.node, stamped.event.seen.state) == (node, NodeState.DOWN)]  # fmt: skip
         return "Slurm" if down else ""
-    if record.code == FENCED_EXIT or "is not wanted" in record.why:
+    if record.code == FENCED_EXIT or record.reason is ExitReason.NOT_ADMITTED:
         return "the manager"
     return "the store" if f"{life} was succeeded" in said else ""

@@ -19,7 +19,7 @@ from rrl.manager import events as ev
 from rrl.manager.actions import Launch, Request
 from rrl.manager.lease import holder
 from rrl.manager.state import State
-from rrl.spec.launch import read_exit
+from rrl.spec.launch import ExitReason, read_exit
 from rrl.spec.processes import look
 from rrl.spec.rundir import RUNS_ENV, RunDir
 from rrl.spec.words import ReplicaId
@@ -223,7 +223,7 @@ def _stopped_at_birth(run: RunDir, tag: str) -> list[int]:
 
 def _ended_unwanted(run: RunDir, tag: str) -> bool:
     record = read_exit(run.exit_file(tag))
-    return record is not None and (record.why or "").startswith("unwanted")
+    return record is not None and record.reason in (ExitReason.NOT_ADMITTED, ExitReason.FENCED)
 
 
 def test_of_two_managers_that_are_started_at_once_one_leaves_with_one_line(slurm_lab: SlurmLab) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.manager import events as ev
+from rrl.spec.launch import ExitReason
 from rrl.spec.words import SHADOW, ReplicaId, role_of
 from rrl.tests.lab.runs import check_sound, submit_here
 
@@ -34,5 +35,5 @@ def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current
     assert recovery["injected"]
     assert recovery["weights_s"] is not None, "it was given work before it held weights"
     ends = [s.event for s in run.events() if isinstance(s.event, ev.StepEnded) and s.event.signal == 9]
-    ended = {end.why for end in ends if role_of(end.life.replica) != SHADOW}  # those that wait get no grace
-    assert ended == {"signalled"}, "a role had to be killed at the end though it was asked to leave"
+    ended = {end.reason for end in ends if role_of(end.life.replica) != SHADOW}  # those that wait get no grace
+    assert ended == {ExitReason.SIGNALED}, "a role had to be killed at the end though it was asked to leave"

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.spec.faults import TRAITS, At, Fault, FaultKind, Hits, concrete, read_at, unfit
+from rrl.spec.faults import TRAITS, At, Fault, FaultKind, Hits, Misfit, Unfit, concrete, read_at, unfit
 from rrl.spec.job import Job
 from rrl.spec.job_faults import MOST_RANDOM, FaultsTable, plan_faults
 from rrl.spec.load import SpecError, load_job
@@ -79,7 +79,7 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
     traits = TRAITS[kind]
     seconds, amount = (5.0 if traits.lasts else 0.0), (0.5 if kind is FaultKind.SLOW else 3.0 if traits.amount else 0.0)
     target = "" if traits.hits is Hits.RUN else "rollout/0"
-    assert unfit(kind, target, seconds, amount, REPLICAS) == ""
+    assert unfit(kind, target, seconds, amount, REPLICAS) is None
     assert unfit(kind, "rollout/4", seconds, amount, REPLICAS)
 
 
@@ -95,12 +95,14 @@ def test_every_kind_fits_some_target(kind: FaultKind) -> None:
     ],
 )  # fmt: skip
 def test_each_rank_of_a_gang_and_each_shadow_can_be_hit(target: str, why: str) -> None:
-    assert unfit(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4}) == why
+    wrong = unfit(FaultKind.KILL, target, 0.0, 0.0, REPLICAS, ranks={"trainer": 4})
+    assert wrong == (Unfit(Misfit.NO_SUCH_TARGET, why) if why else None)
 
 
 def test_a_shadow_is_hit_by_signals_only() -> None:
-    why = unfit(FaultKind.EXIT, "shadow/n1", 0.0, 3.0, REPLICAS)
-    assert why == "a shadow can only have kill, freeze, slow, not exit"
+    wrong = unfit(FaultKind.EXIT, "shadow/n1", 0.0, 3.0, REPLICAS)
+    assert wrong is not None
+    assert wrong.text == "a shadow can only have kill, freeze, slow, not exit"
 
 
 def test_the_run_itself_is_no_target_that_could_be_drawn() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.spec.launch import ExitRecord, read_exit
+from rrl.spec.launch import ExitReason, ExitRecord, read_exit
 from rrl.spec.rundir import write_atomically
 from rrl.spec.words import Life, NodeName, ReplicaId
 
@@ -54,7 +54,7 @@ def test_a_file_that_cannot_take_its_place_is_taken_away(tmp_path: Path) -> None
 
 # ── exit records ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_an_exit_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record = ExitRecord("run.a-0.1", Life(ReplicaId("a/0"), 1), NodeName("n1"), 3, None, "exited", 5.0)
+    record = ExitRecord("run.a-0.1", Life(ReplicaId("a/0"), 1), NodeName("n1"), 3, None, ExitReason.EXITED, 5.0)
     write_atomically(tmp_path / "exit", msgspec.json.encode(record))
     assert read_exit(tmp_path / "exit") == record
 

@@ -12,7 +12,19 @@ from math import inf
 from typing import Protocol
 
 from rrl.health.readings import Reading
-from rrl.spec.words import AGENT, Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict, role_of
+from rrl.spec.words import (
+    AGENT,
+    Cause,
+    Evidence,
+    Finding,
+    Life,
+    NodeName,
+    ProbeResult,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    role_of,
+)
 from rrl.tests.lab.scenarios.judge import Believed
 from rrl.tests.lab.scenarios.rhythms import Loads
 
@@ -127,7 +139,7 @@ class Baseline:
     def asks(self, now: float) -> list[Life]:
         return [life for life, one in self.lives.items() if one.joined and self._rule.asks(life, one, now)]
 
-    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None:
+    def answered(self, life: Life, result: ProbeResult, detail: str, now: float) -> None:
         if (one := self.lives.get(life)) is not None:
             one.asked, one.answered = None, now
 

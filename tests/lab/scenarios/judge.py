@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rrl.health.readings import Reading
-from rrl.spec.words import Finding, Life, NodeName, ReplicaId
+from rrl.spec.words import Finding, Life, NodeName, ProbeResult, ReplicaId
 from rrl.tests.lab.scenarios.rhythms import Loads
 
 Believed = Sequence[tuple[Life, NodeName]]
@@ -44,7 +44,7 @@ class Judge(Protocol):
     def asks(self, now: float) -> list[Life]:
         """Who shall do a bit of work and say so."""
 
-    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None: ...
+    def answered(self, life: Life, result: ProbeResult, detail: str, now: float) -> None: ...
     def forget(self, life: Life, now: float) -> None:
         """It was fenced."""
 

@@ -25,8 +25,9 @@ from rrl.manager.lessons import Lessons
 from rrl.manager.node_health import heeded
 from rrl.spec.health_checks import Rules
 from rrl.spec.jobview import HealthView, Limits, PhaseView
+from rrl.spec.launch import ExitReason
 from rrl.spec.phases import PHASES
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, index_of, role_of
+from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, index_of, role_of
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.hardware import PACE, UPTIME
 from rrl.tests.lab.scenarios.judge import Believed
@@ -115,12 +116,13 @@ class Ours:
         self._news = True
 
     def exited(self, life: Life, code: int | None, signal: int | None, why: str, said: str, now: float) -> None:
-        self._watch.step_ended(life, code, signal, why, now, said)
+        reason = ExitReason.EXITED if signal is None else ExitReason.SIGNALED
+        self._watch.step_ended(life, code, signal, reason, now, said, why)
         self._news = True
 
     def gone(self, life: Life, now: float) -> None:
         self._watch.gone(life, now)
-        self._watch.step_ended(life, None, None, "vanished", now)
+        self._watch.step_ended(life, None, None, ExitReason.LOST, now)
         self._news = True
 
     def agent(self, node: NodeName, life: Life, now: float, boot: str = "") -> None:
@@ -166,8 +168,8 @@ class Ours:
             self._news = True
         return asked
 
-    def answered(self, life: Life, ok: bool, detail: str, now: float) -> None:
-        self._watch.answered(life, ok, detail, now)
+    def answered(self, life: Life, result: ProbeResult, detail: str, now: float) -> None:
+        self._watch.answered(life, result, detail, now)
         self._news = True
 
     # ── done by the manager ──────────────────────────────────────────────────────────────────────────────────────────

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
-from rrl.health.probes import NO_HANDLER
-from rrl.spec.words import Life
+from rrl.spec.words import Life, ProbeResult
 from rrl.tests.lab.scenarios.actors import Member
 from rrl.tests.lab.scenarios.judge import Judge
 
@@ -31,4 +30,5 @@ class Questions:
             if member is None or not member.runs(now) or now < max(member.node.cut, member.mute):
                 continue
             no_handler = judge.asks_for_work and not member.probed
-            judge.answered(life, ok, NO_HANDLER if no_handler else "" if ok else "EngineDeadError", now)
+            result = ProbeResult.NO_HANDLER if no_handler else ProbeResult.WORKS if ok else ProbeResult.FAILED
+            judge.answered(life, result, "" if ok else "EngineDeadError", now)

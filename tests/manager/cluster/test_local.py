@@ -22,7 +22,7 @@ from rrl.manager.cluster import (
 from rrl.manager.cluster.local import LocalCluster
 from rrl.spec.faults import Fault, FaultKind
 from rrl.spec.jobview import Resources
-from rrl.spec.launch import Launch
+from rrl.spec.launch import ExitReason, Launch
 from rrl.spec.processes import look
 from rrl.spec.words import NodeName
 from rrl.tests.lab.first import PATIENCE, Lab, Manager, eventually, lab
@@ -191,7 +191,7 @@ def test_a_stopped_step_leaves_its_record_and_nothing_else(tmp_path: Path) -> No
             assert await steps(cluster) == {}
             record = at.record(launch)
             assert record is not None
-            assert record.why == "asked"
+            assert record.reason == ExitReason.STOPPED
             await cluster.stop(launch.tag, grace=5.0)
             await cluster.stop("run-1.never.1", grace=5.0)
 

@@ -9,6 +9,7 @@ import pytest
 from rrl.manager.cluster import AllocationState, NodeState
 from rrl.manager.cluster.slurm_text import (
     Job,
+    JobEnd,
     Unreadable,
     inactive_limit,
     managed_runs,
@@ -103,6 +104,25 @@ def test_completing_and_every_kind_of_end_have_ended() -> None:
     ended = jobs("jobs")
     assert {ended[job].detail.split(":")[0] for job in ("38", "39", "42")} == {"COMPLETING", "FAILED", "COMPLETED"}
     assert {ended[job].state for job in ("13", "36", "38", "39", "42")} == {AllocationState.ENDED}
+    assert {ended[job].end for job in ("38", "39", "42")} == {JobEnd.COMPLETING, JobEnd.OTHER}
+
+
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [
+        ("PREEMPTED", JobEnd.TAKEN_BACK), ("TIMEOUT", JobEnd.TAKEN_BACK), ("DEADLINE", JobEnd.TAKEN_BACK),
+        ("CANCELLED", JobEnd.CANCELLED), ("COMPLETING", JobEnd.COMPLETING), ("NODE_FAIL", JobEnd.OTHER),
+        ("RUNNING", None), ("PENDING", None),
+    ],
+)  # fmt: skip
+def test_each_end_of_a_job_is_told_by_a_value(word: str, end: JobEnd | None) -> None:
+    assert _line(word, "59:58", "1:00:00", "1795178747", "1795182347").end is end
+
+
+def test_the_reason_of_a_drain_is_read_apart_from_the_state() -> None:
+    line = "NodeName=n1 Arch=x86_64 State=IDLE+DRAIN ThreadsPerCore=1 Reason=rrl:run-1:gpu: Xid 79 [root@2026-11-22]"
+    seen = read_nodes(line)[NodeName("n1")]
+    assert (seen.state, seen.reason) == (NodeState.DRAINING, "rrl:run-1:gpu: Xid 79")
 
 
 def test_bars_quotes_and_line_ends_in_a_strangers_name_do_no_harm() -> None:

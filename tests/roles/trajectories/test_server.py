@@ -44,7 +44,7 @@ from rrl.roles.trajectories.types import (
 )
 from rrl.spec.job import Job
 from rrl.spec.load import resolved
-from rrl.spec.words import Life, Version, member_id
+from rrl.spec.words import Life, ProbeResult, Version, member_id
 from rrl.tests.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -661,6 +661,6 @@ def test_a_store_that_is_asked_for_work_answers_from_its_own_loop(tmp_path: Path
                 await asyncio.sleep(0.01)
             stopping.set()
             await serving
-        assert answers == [Probed(me.launch.life, 3, True, "its loop goes round")]
+        assert answers == [Probed(me.launch.life, 3, ProbeResult.WORKS, "its loop goes round")]
 
     asyncio.run(story())

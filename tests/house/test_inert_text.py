@@ -1,0 +1,196 @@
+"""No decision is made by matching text that rrl wrote for people: such a match breaks when the text is reworded.
+
+What other programs print is parsed once, in the modules of :data:`PARSERS`, and becomes an enum or a number there.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cli", "health", "manager", "roles", "spec")
+TEXTS = frozenset({
+    "detail", "details", "evidence", "message", "reason", "reasons", "said", "text", "told", "why",
+})  # fmt: skip
+"""names of variables and attributes that hold text for people"""
+ONE_TEXT = frozenset({"detail", "reason", "why"})
+"""those that hold one text, never a collection: any ``in`` searches it"""
+MATCHES = frozenset({"startswith", "endswith"})
+CLEANS = frozenset({"lower", "upper", "strip", "lstrip", "rstrip", "casefold"})
+"""methods whose result is the same text in other clothes"""
+INSTEAD = {
+    "detail": "RejectReason on the event or the Refused, ProbeResult on the answer, an enum beside the detail",
+    "evidence": "Finding.detector, Finding.flags",
+    "reason": "drain_owner() for a drain of Slurm, else an enum beside the reason",
+    "text": "Finding.flags, Evidence.source, an enum beside the text",
+    "why": "ExitReason on the end of a step, UnreadCause on an Unread, an enum beside the why",
+}
+"""what to decide by"""
+PARSERS = {
+    "cli/app.py": "puts punctuation behind a message of click",
+    "cli/doctor/readers.py": "reads what Slurm's commands print",
+    "cli/doctor/slurm_text.py": "reads what Slurm's commands print",
+    "health/history_files.py": "splits files into lines",
+    "health/readers": "reads what dcgmi, the driver and the kernel print",
+    "health/xids.py": "reads NVIDIA's catalogue of Xids",
+    "manager/cluster/slurm_shapes.py": "reads what sinfo prints",
+    "manager/cluster/slurm_srun.py": "reads what srun prints",
+    "manager/cluster/slurm_text.py": "reads what squeue and scontrol print",
+    "manager/log_copies.py": "splits logs into lines",
+    "roles/rollout/vllm_engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
+    "spec/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
+    "spec/loglines.py": "reads the mark of a line that rrl itself put into a log file",
+    "spec/prelude.py": "quotes paths of job.toml for a shell",
+    "spec/toml_lines.py": "reads TOML",
+}
+"""module or folder that may match text: what it does instead of deciding by text that rrl wrote for people"""
+VIEWS = "cli/views"
+"""only lays text out on the screen"""
+
+
+def hits(source: str) -> list[tuple[int, str]]:
+    """Return line and code of each match on text in the source of a module."""
+    tree = ast.parse(source)
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.expr))
+    return [(node.lineno, ast.unparse(node)) for node in nodes if _decides(node, tree)]
+
+
+def _decides(node: ast.expr, tree: ast.Module) -> bool:
+    if isinstance(node, ast.Call):
+        called = node.func
+        return isinstance(called, ast.Attribute) and called.attr in MATCHES and _is_text(called.value)
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [node.left, *node.comparators]
+    for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
+        if isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+            for one, other in ((left, right), (right, left)):
+                if _is_text(one) and _is_literal(other, tree):
+                    return True
+        if isinstance(operator, ast.In | ast.NotIn) and isinstance(left, ast.Name) and _named(right) in ONE_TEXT:
+            return True
+    return False
+
+
+def _named(node: ast.expr) -> str:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name.strip("_")
+
+
+def _is_text(node: ast.expr) -> bool:
+    match node:
+        case ast.Name() | ast.Attribute() if _named(node) in TEXTS:
+            return True
+        case ast.Subscript(value=value):
+            return _is_text(value)
+        case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join"), args=[joined]):
+            return _is_text(joined) or (isinstance(joined, ast.GeneratorExp) and _is_text(joined.elt))
+        case ast.Call(func=ast.Attribute(value=value, attr=method)) if method in CLEANS:
+            return _is_text(value)
+    return False
+
+
+def _is_literal(node: ast.expr, tree: ast.Module) -> bool:
+    """A string that is not empty (to compare with an empty one asks only whether there is a text), a collection with
+    such a string, or a constant of a module that is either."""
+    if isinstance(node, ast.Tuple | ast.Set | ast.List):
+        return any(_is_literal(one, tree) for one in node.elts)
+    if isinstance(node, ast.Name):
+        return node.id.isupper() and _names_text(node.id, tree)
+    return isinstance(node, ast.Constant | ast.JoinedStr) and _holds_string(node)
+
+
+def _names_text(name: str, tree: ast.Module) -> bool:
+    """Whether the module's constant of this name, maybe an imported one, holds a string."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and name in {one.id for one in _names(node.targets)}:
+            return _holds_string(node.value)
+        if isinstance(node, ast.AnnAssign) and name in {one.id for one in _names([node.target])}:
+            return node.value is not None and _holds_string(node.value)
+        if isinstance(node, ast.ImportFrom) and name in {one.asname or one.name for one in node.names}:
+            module = node.module or ""
+            return module.startswith("rrl.") and _names_text(name, _module(module))
+    return False
+
+
+def _names(targets: list[ast.expr]) -> list[ast.Name]:
+    return [one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+
+
+def _holds_string(value: ast.expr) -> bool:
+    return any(isinstance(one, ast.Constant) and isinstance(one.value, str) and one.value for one in ast.walk(value))
+
+
+@lru_cache
+def _module(name: str) -> ast.Module:
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def modules() -> Iterator[Path]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            place = path.relative_to(ROOT).as_posix()
+            if not any(place == one or place.startswith(f"{one}/") for one in (*PARSERS, VIEWS)):
+                yield path
+
+
+def test_no_decision_matches_text_for_people() -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}: {code}; use {_instead(code)}"
+             for path in modules() for line, code in hits(path.read_text())]  # fmt: skip
+    assert not found, "\n".join((f"{len(found)} decisions by text:", *found))
+
+
+def _instead(code: str) -> str:
+    return next((use for name, use in INSTEAD.items() if name in code), "an enum or a flag beside the text")
+
+
+@pytest.mark.parametrize("place", PARSERS)
+def test_a_module_that_may_match_text_still_does(place: str) -> None:
+    path = ROOT / place
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    assert any(hits(file.read_text()) for file in files), f"{place} no longer matches text: remove it from PARSERS"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'spoiled = event.detail.startswith(("never", "at once"))',
+        'spoiled = "not started" in event.detail',
+        'MARK = "no handler"\nmute = ok and detail == MARK',
+        'mute = "no handler" != detail',
+        'waits = not why.startswith(prefix)',
+        'most = any(one.text.startswith("on most") for one in evidence)',
+        'joined = evidence[0].startswith("never_joined")',
+        'shown = "stale" in "; ".join(evidence)',
+        'shown = "stale" in "; ".join(one.text for one in found)',
+        'ours = seen.detail.endswith(f": {reason}")',
+        'taken = message.lower() in ("preempted", "timeout")',
+        'absent = "No such file" in self._why',
+        'flag = next(flag for missing, flag in FLAGS if missing in why)',
+        'EXITED = "exited"\nwanted = record.why not in (EXITED, SIGNALLED)',
+    ],
+)
+def test_a_match_on_text_is_found(line: str) -> None:
+    assert len(hits(line)) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ended = event.reason is ExitReason.EXITED",
+        "ended = event.reason in (ExitReason.EXITED, ExitReason.SIGNALED)",
+        "ENDS = frozenset({ExitReason.EXITED})\nended = event.reason in ENDS",
+        'known = detail != ""',
+        "same = finding.evidence == before.evidence",
+        'for text in ("a", "b"): print(text)',
+        'ours = name.startswith("rrl.")',
+    ],
+)
+def test_a_decision_by_a_value_is_not_a_match(line: str) -> None:
+    assert hits(line) == []

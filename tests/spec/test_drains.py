@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from rrl.spec.drains import DrainOwner, drain_owner
+
+
+@pytest.mark.parametrize(
+    ("reason", "owner"),
+    [
+        ("rrl:run-1: gpu: Xid 79", DrainOwner.RUN),
+        ("rrl:health: mounts: /scratch does not answer", DrainOwner.HOOK),
+        ("bad fan", DrainOwner.OTHER),
+        ("see rrl:run-1", DrainOwner.OTHER),
+        ("", DrainOwner.OTHER),
+    ],
+)
+def test_a_drain_belongs_to_whoever_marked_its_reason(reason: str, owner: DrainOwner) -> None:
+    assert drain_owner(reason) is owner
