@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rrl.manager import events as ev
+from rrl.manager.actions import StopStep
 from rrl.manager.cluster import NodeState
+from rrl.manager.lease import holder
 from rrl.roles.link import FENCED_EXIT
 from rrl.spec.launch import ExitReason, read_exit
 from rrl.spec.words import Life, ReplicaId
@@ -17,7 +19,7 @@ from rrl.tests.lab.slurm import SlurmLab
 
 pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 
-VICTIM = ReplicaId("rollout/1")
+ROLLOUTS = (ReplicaId("rollout/0"), ReplicaId("rollout/1"))
 
 
 def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_away_when_the_link_is_back(
@@ -25,8 +27,11 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
 ) -> None:
     run = submit_on(isolated_lab, "cut", light_job("slurm", 100_000, spares=1))
     before = lives(run.wait_steps(3))
-    life, pid, node = before[VICTIM]
-    step = run.state().replica(VICTIM).step
+    manager = holder(run.run)
+    assert manager is not None
+    victim = next(rollout for rollout in ROLLOUTS if before[rollout][2] != manager.host)
+    life, pid, node = before[victim]
+    step = run.state().replica(victim).step
     assert node is not None
     assert step is not None
     isolated_lab.delay(node, 100)
@@ -35,8 +40,8 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
     assert late == before, "a node that is late is waited for"
     isolated_lab.cut(node)
     try:
-        after = run.wait_back_alone(before, VICTIM, ReplicaId(f"agent/{node}"))
-        assert after[VICTIM][2] != node
+        after = run.wait_back_alone(before, victim, ReplicaId(f"agent/{node}"))
+        assert after[victim][2] != node
         assert Path(f"/proc/{pid}").exists(), "nobody can have told it: it lives on behind the cut"
     finally:
         isolated_lab.heal(node)
@@ -54,16 +59,20 @@ def test_a_late_rollout_is_kept_a_cut_off_one_replaced_and_its_old_life_is_sent_
 
 
 def _who_sent_it_away(run: TestRun, life: Life, node: str, step: str) -> str:
-    """Whom the life that came back met first; '' if nobody refused it. Its first process writes how it ended, unless
-    Slurm had set the node down already and kills what it finds there."""
-    until = time.monotonic() + 10
+    """Return who ended the incarnation that came back; '' where nobody did. Its first process records how it ended,
+    unless Slurm kills the whole step: on the manager's order, or because it had set the node down."""
+    until = time.monotonic() + 120
     while (record := read_exit(run.run.exit_file(step))) is None and time.monotonic() < until:
-        time.sleep(0.1)
-    said = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
+        for stamped in run.events():
+            match stamped.event:
+                case ev.NodeChanged(node=changed, seen=seen) if (changed, seen.state) == (node, NodeState.DOWN):
+                    return "Slurm"
+                case ev.Intended(action=StopStep(step=stopped)) if stopped == step:
+                    return "Slurm"
+        time.sleep(0.5)
     if record is None:
-        down = [stamped for stamped in run.events() if isinstance(stamped.event, ev.NodeChanged)
-                and (stamped.event.node, stamped.event.seen.state) == (node, NodeState.DOWN)]  # fmt: skip
-        return "Slurm" if down else ""
-    if record.code == FENCED_EXIT or record.reason is ExitReason.NOT_ADMITTED:
-        return "the manager"
+        return ""
+    if record.code == FENCED_EXIT or record.reason in (ExitReason.NOT_ADMITTED, ExitReason.FENCED, ExitReason.STOPPED):
+        return "the manager"  # itself, or through Slurm
+    said = "".join(path.read_text() for path in run.run.logs.glob(f"{step}*"))
     return "the store" if f"{life} was succeeded" in said else ""
