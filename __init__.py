@@ -16,20 +16,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rrl.roles.tensors import pack as pack
-    from rrl.roles.tensors import unpack as unpack
+    from rrl.roles.models.tensors import pack as pack
+    from rrl.roles.models.tensors import unpack as unpack
     from rrl.roles.trajectories.types import Batch as Batch
     from rrl.roles.trajectories.types import Segment as Segment
-    from rrl.roles.worker import Worker as Worker
-    from rrl.roles.worker import join as join
+    from rrl.roles.worker.api import Worker as Worker
+    from rrl.roles.worker.api import join as join
 
 _HOMES = {
-    "join": "rrl.roles.worker",
-    "Worker": "rrl.roles.worker",
+    "join": "rrl.roles.worker.api",
+    "Worker": "rrl.roles.worker.api",
     "Batch": "rrl.roles.trajectories.types",
     "Segment": "rrl.roles.trajectories.types",
-    "pack": "rrl.roles.tensors",
-    "unpack": "rrl.roles.tensors",
+    "pack": "rrl.roles.models.tensors",
+    "unpack": "rrl.roles.models.tensors",
 }
 __all__ = ["Batch", "Segment", "Worker", "join", "pack", "unpack"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rrl.spec.words import Version
+from rrl.core.types import Version
 from rrl.tests.transport.weights.member import die_with_parent, right_bytes, seed_of
 from rrl.tests.transport.weights.members import SOON
 from rrl.tests.transport.weights.source import content
@@ -158,9 +158,7 @@ def _main(control: socket.socket, rank: int, world: int, master: str, port: int,
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world, init_method=f"tcp://{master}:{port}", timeout=timeout
-    )
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"tcp://{master}:{port}", timeout=timeout)
     groups = {receivers: dist.new_group(range(receivers + 1), timeout=timeout) for receivers in range(1, world)}
     lines = control.makefile("rwb")
 

@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from rrl.benchmarks._load import PATIENCE, calm, cpu_seconds
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks._weights_gloo import Gloo, Went
-from rrl.spec.words import Version
+from rrl.core.types import Version
 from rrl.tests.transport.weights import orders as say
 from rrl.tests.transport.weights.members import SOON, Member, Nursery
 from rrl.tests.transport.weights.source import content

@@ -26,7 +26,7 @@ from rrl.benchmarks._load import PATIENCE, calm
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks._weights_gloo import Broke, Gloo, Went
 from rrl.benchmarks._weights_nics import Watch
-from rrl.spec.words import TRAINER, Version
+from rrl.core.types import TRAINER, Version
 from rrl.tests.lab import netns
 from rrl.tests.transport.weights import orders as say
 from rrl.tests.transport.weights.members import SOON, Member, Nursery

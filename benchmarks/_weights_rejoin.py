@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from rrl.benchmarks._load import PATIENCE, calm
 from rrl.benchmarks._table import print_table
-from rrl.spec.words import TRAINER, Version
+from rrl.core.types import TRAINER, Version
 from rrl.tests.transport.weights import orders as say
 from rrl.tests.transport.weights.members import Member, Nursery
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from rrl.benchmarks._table import print_table
-from rrl.health.readings import READERS
+from rrl.health.readers.samples import READERS
 from rrl.tests.lab.first import Lab, lab
 from rrl.tests.lab.nvml.driver import FakeDriver
 from rrl.transport.messages import AgentBeat

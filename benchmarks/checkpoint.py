@@ -25,19 +25,19 @@ from typing import Any
 import torch
 
 from rrl.benchmarks._table import print_table
-from rrl.roles.checkpoint_files import Digest, fresh_folder
-from rrl.roles.model import ModelSpec, build_model
+from rrl.config.job.roles import TrainerRole
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, NodeName, ReplicaId, Version
+from rrl.roles.models.policy import ModelSpec, build_model
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.keeper import Keeper
-from rrl.roles.trainer.buffers import HostBuffers
+from rrl.roles.snapshots.server import Keeper
+from rrl.roles.trainer.async_saver import Saver
 from rrl.roles.trainer.checkpoint import Checkpoints
-from rrl.roles.trainer.gang import Gang
+from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner, LearnerSettings
-from rrl.roles.trainer.saver import Saver
+from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trajectories.types import Batch, Trajectory
-from rrl.spec.job_roles import TrainerRole
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, ReplicaId, Version
+from rrl.roles.worker.checkpoint_files import Digest, fresh_folder
 from rrl.transport.keys import RunKeys
 
 MODEL = ModelSpec(

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rrl.benchmarks._table import print_table
-from rrl.manager import events as ev
-from rrl.spec.words import Verdict
+from rrl.core.types import Verdict
+from rrl.manager.model import events as ev
 from rrl.tests.lab.runs import TestRun, light_job, lives, submit_here
 from rrl.tests.security.assault import Cost, assault, targets
 from rrl.tests.security.attacks import Footprint

@@ -34,11 +34,11 @@ import msgspec
 from msgspec import Struct
 
 from rrl.benchmarks._table import print_table
-from rrl.manager.lease import holder
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Outcome
+from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.log import read_frames
 from rrl.roles.trajectories.records import Binding, Grown, Made, Scored, decode
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Outcome
 from rrl.tests.lab.runs import TestRun, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

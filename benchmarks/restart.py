@@ -30,13 +30,13 @@ from msgspec import Struct
 
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks.checkpoint import measure as measure_checkpoint
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Perform
-from rrl.manager.journal import replay
-from rrl.manager.state import State, gang
-from rrl.spec.launch import tag_of
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import SHADOW, TRAINER, Life, Verdict, gang_of
+from rrl.core.launch import tag_of
+from rrl.core.run_dir import RunDir
+from rrl.core.types import SHADOW, TRAINER, Life, Verdict, gang_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Perform
+from rrl.manager.model.state import State, gang
+from rrl.manager.storage.journal import replay
 from rrl.tests.lab.runs import TestRun, all_work, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from rrl.benchmarks._table import print_table
-from rrl.spec.rundir import RUNS_ENV
+from rrl.core.run_dir import RUNS_ENV
 
 KILLS = 5
 APART = 100

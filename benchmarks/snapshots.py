@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from rrl.benchmarks._table import print_table
+from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.spec.words import NodeName, ReplicaId
 from rrl.tests.lab.first import Lab, Manager, lab
 from rrl.transport.messages import AgentBeat, AgentHello
 

@@ -43,13 +43,13 @@ def _global(
     rrl resume RUN               go on from its last step
     """
     if version:
-        from rrl.cli.app import print_version
+        from .main import print_version
 
         raise typer.Exit(print_version())
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
     elif runs_dir is not None:
-        from rrl.spec.rundir import RUNS_ENV
+        from ..core.run_dir import RUNS_ENV
 
         os.environ[RUNS_ENV] = str(runs_dir.expanduser().absolute())
 
@@ -68,7 +68,7 @@ def submit(
     rrl submit job.toml --wait         exit code 0 only if the run completes
     rrl submit job.toml --foreground   no background process and no manager job
     """
-    from rrl.cli import submit as command
+    from .run import submit as command
 
     raise typer.Exit(command.submit(job, foreground=foreground, wait=wait, json=json))
 
@@ -85,7 +85,7 @@ def status(
     rrl status               the newest run
     rrl status quick --live  the run whose id begins with "quick", redrawn twice a second
     """
-    from rrl.cli import status as command
+    from .run import status as command
 
     raise typer.Exit(command.status(run, live=live, json=json))
 
@@ -128,7 +128,7 @@ def logs(
     rrl logs quick --failed                why did something fail?
     rrl logs quick --since 10m --grep OOM  who ran out of memory lately?
     """
-    from rrl.cli import logs as command
+    from .logs import command
 
     raise typer.Exit(
         command.logs(run, whose, follow=follow, lines=lines, since=since, grep=grep, failed=failed, json=json, raw=raw)
@@ -145,7 +145,7 @@ def cancel(
     ] = False,
 ) -> None:
     """End a run: its manager stops every role and gives all nodes back. rrl resume has it go on."""
-    from rrl.cli import cancel as command
+    from .run import control as command
 
     raise typer.Exit(command.cancel(run, wait=wait, keep=keep_allocation))
 
@@ -176,7 +176,7 @@ def resume(
     rrl resume quick --steps 500       train longer than was planned
     rrl resume quick --job other.toml  on another partition, with more rollouts ...
     """
-    from rrl.cli import resume as command
+    from .run import resume as command
 
     raise typer.Exit(command.resume(run, changed=job, steps=steps, walltime=walltime, wait=wait, json=json))
 
@@ -189,7 +189,7 @@ def restart(
 ) -> None:
     """Restart one replica, and only that: its process is ended, and a new one started in its place. A trainer restarts
     with all its ranks, and no committed step is lost."""
-    from rrl.cli import restart as command
+    from .run import control as command
 
     raise typer.Exit(command.restart(run, replica, wait=wait))
 
@@ -213,7 +213,7 @@ def drain(
     rrl drain quick n042 --reason "fan is loud"
     rrl undrain quick n042   takes back this run's drain, and no other
     """
-    from rrl.cli import drain as command
+    from .run import control as command
 
     raise typer.Exit(command.drain(run, node, reason, wait=wait))
 
@@ -226,7 +226,7 @@ def undrain(
 ) -> None:
     """Have a run use a node again that it has left: its own drain is taken back, nobody else's, and roles go there once
     the node's agent has joined."""
-    from rrl.cli import drain as command
+    from .run import control as command
 
     raise typer.Exit(command.undrain(run, node, wait=wait))
 
@@ -265,7 +265,7 @@ def inject(
     rrl inject quick freeze --target trainer/0 --for 10s    stopped, and continued after that
     rrl inject quick crash --target rollout/1 --at step=20  the node that it is on
     """
-    from rrl.cli import inject as command
+    from .run import inject as command
 
     raise typer.Exit(command.inject(run, fault, target, at, seconds, amount, seed, wait=wait, json=json))
 
@@ -273,7 +273,7 @@ def inject(
 @app.command("list")
 def list_runs(json: Json = False) -> None:
     """List your runs, newest first."""
-    from rrl.cli import listing as command
+    from .run import status as command
 
     raise typer.Exit(command.list_runs(json=json))
 
@@ -281,7 +281,7 @@ def list_runs(json: Json = False) -> None:
 @app.command(short_help="Check a job spec; show what would be submitted.")
 def check(job: JobFile, json: Json = False) -> None:
     """Check a job spec; print it with every default, and exactly what would be submitted. Touches nothing."""
-    from rrl.cli import check as command
+    from .job import check as command
 
     raise typer.Exit(command.check(job, json=json))
 
@@ -306,8 +306,8 @@ def doctor(
     rrl doctor --yes       a compute node too, by a job of 10 s
     rrl doctor -p gpu      with the partition that your jobs go to
     """
-    from rrl.cli.doctor import command
-    from rrl.cli.doctor.facts import Wanted
+    from .doctor import command
+    from .doctor.facts import Wanted
 
     raise typer.Exit(command.doctor(Wanted(partition, account, qos), consent=yes, json=json))
 
@@ -324,8 +324,8 @@ def init(
     rrl init                           job.toml in this folder
     rrl init -p gpu --out big.toml     for a partition of your choice
     """
-    from rrl.cli import init as command
-    from rrl.cli.doctor.facts import Wanted
+    from .doctor.facts import Wanted
+    from .job import init as command
 
     raise typer.Exit(command.init(out, Wanted(partition, account, qos), force=force, consent=yes))
 
@@ -333,7 +333,7 @@ def init(
 @app.command(hidden=True)
 def manage(run: NamedRun) -> None:
     """Run a manager for a run that has none, here. Ctrl-C leaves; the roles go on."""
-    from rrl.cli import submit as command
+    from .run import submit as command
 
     raise typer.Exit(command.manage(run))
 
@@ -367,7 +367,7 @@ def report(
     rrl health report --since 28d --node n12    one node
     rrl health report --format html -o r.html   one file with plots, to pass on
     """
-    from rrl.cli import health_report as command
+    from .health import report as command
 
     raise typer.Exit(command.report(since, node, format, history or [], output))
 
@@ -401,7 +401,7 @@ def health_check(
     rrl health check --checks mounts,disk --json       some of it, for programs
     rrl health check --prolog --config /etc/rrl/health.toml
     """
-    from rrl.cli import health_check as command
+    from .health import check as command
 
     raise typer.Exit(
         command.check(json=json, prolog=prolog, within=within, config=config, only=checks, mounts=mount or (),
@@ -428,7 +428,7 @@ def drain_node(
     \b
     rrl health drain-node --why "mounts: /scratch: did not answer within 15 s"
     """
-    from rrl.cli import health_check as command
+    from .health import check as command
 
     raise typer.Exit(command.drain_node(why, node, config))
 
@@ -446,6 +446,6 @@ def drain_requests(
     rrl health drain-requests            what is asked for, and why
     rrl health drain-requests --apply    drain them; exit code 1 if any was refused
     """
-    from rrl.cli import health_drains as command
+    from .health import drain_requests as command
 
     raise typer.Exit(command.drain_requests(since, history or [], apply=apply, json=json))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rrl.cli.doctor.meanings import GROUPS, MEANINGS
+from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
 
 PAGE = Path(__file__).parent / "doctor.md"
 _INTRODUCTION = """\
 # rrl doctor
 
-Made from `cli/doctor/meanings.py` by `.venv/bin/python -m rrl.docs.make_doctor`; do not edit.
+Made from `cli/doctor/catalogue.py` by `.venv/bin/python -m rrl.docs.make_doctor`; do not edit.
 
 `rrl doctor` says what of rrl works at this place, what does not, and what to do about it. It changes nothing. Each line
 is OK, WARN (works, with something to know), FAIL (a run cannot work so) or UNKNOWN: what cannot be known is never

@@ -17,12 +17,12 @@ from rich.padding import Padding
 from rich.terminal_theme import TerminalTheme
 
 from rrl.cli.views.status import status_view
-from rrl.manager import events as ev
-from rrl.manager.fold import fold
-from rrl.manager.journal import replay
-from rrl.manager.state import State, workers
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import role_of
+from rrl.core.run_dir import RunDir
+from rrl.core.types import role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State, workers
+from rrl.manager.storage.journal import replay
 
 PICTURE = Path(__file__).parent / "status.svg"
 COLUMNS = 96

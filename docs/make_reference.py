@@ -1,4 +1,4 @@
-"""docs/job.md: every key of job.toml, drawn from spec/job.py.
+"""docs/job.md: every key of job.toml, drawn from config/job/schema.py.
 
     .venv/bin/python -m rrl.docs.make_reference
 
@@ -20,19 +20,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rrl.spec import jobview
-from rrl.spec.job import Job, PhaseTable
-from rrl.spec.phases import PHASES, Phase
-from rrl.spec.units import DURATION, SIZE, duration_text
-from rrl.spec.write import field_text
+from rrl.config.job.render import field_text
+from rrl.config.job.schema import Job, PhaseTable
+from rrl.core import run_spec
+from rrl.core.phases import PHASES, Phase
+from rrl.core.units import DURATION, SIZE, duration_text
 
 PAGE = Path(__file__).parent / "job.md"
-_EXPLAINED_BY: dict[str, type] = {"limits": jobview.Limits, "recovery": jobview.Recovery, "health": jobview.HealthView}
+_EXPLAINED_BY: dict[str, type] = {
+    "limits": run_spec.Limits,
+    "recovery": run_spec.Recovery,
+    "health": run_spec.HealthView,
+}
 """tables whose keys are explained where the manager reads them"""
 _INTRODUCTION = """\
 # job.toml
 
-Made from `spec/job.py` by `.venv/bin/python -m rrl.docs.make_reference`; do not edit.
+Made from `config/job/schema.py` by `.venv/bin/python -m rrl.docs.make_reference`; do not edit.
 
 `rrl check job.toml` validates a file, prints it with every default filled in, and shows what would be submitted.
 An unknown key is an error that names the file, the line, and the nearest valid key. A job needs `[run]`, and either

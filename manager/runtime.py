@@ -16,13 +16,31 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from rrl.health.guards import detect
-from rrl.health.node_loss import absent
-from rrl.health.presence import unheard
-from rrl.health.sightings import Watch
-from rrl.manager import ballast, resuming, token_ages
-from rrl.manager import events as ev
-from rrl.manager.actions import (
+from ..core.launch import ExitReason
+from ..core.run_dir import RunDir, write_atomically
+from ..core.run_spec import JobView
+from ..core.text import say
+from ..core.types import SHADOW, TRAINER, Life, NodeName, Outcome, rank_of, role_of
+from ..health.detection.detect import detect
+from ..health.detection.detectors.liveness import unheard
+from ..health.detection.detectors.node_liveness import absent
+from ..health.detection.watch import Watch
+from ..transport import messages as msg
+from ..transport.control.endpoints import Listener
+from ..transport.control.sockets import TO_MANAGER
+from ..transport.keys import RunKeys
+from .cluster.base import Cluster, Refused, Unanswered
+from .execute import fault_injection
+from .execute.executor import Deeds, Executor
+from .execute.fault_injection import Performer, abandoned
+from .intake.cluster_poller import HUNGRY, Eye
+from .intake.finding_gate import Lessons, inherit, of_agent
+from .intake.hang_investigation import Suspicion
+from .intake.message_handler import Ear, explained
+from .intake.user_commands import events_of, letters, taken
+from .model import events as ev
+from .model import token_ages
+from .model.actions import (  # fmt: skip
     Drain,
     Exclude,
     Fence,
@@ -36,39 +54,19 @@ from rrl.manager.actions import (
     Shrink,
     StopStep,
     Undrain,
-)  # fmt: skip
-from rrl.manager.cluster import Cluster, Refused, Unanswered
-from rrl.manager.deeds import Deeds
-from rrl.manager.executor import Executor
-from rrl.manager.first_words import explained
-from rrl.manager.fold import fold
-from rrl.manager.hearing import Ear
-from rrl.manager.journal import Journal
-from rrl.manager.lease import Lease, LeaseLost
-from rrl.manager.ledger import write_summary
-from rrl.manager.lessons import Lessons, inherit
-from rrl.manager.log_collector import LogCollector
-from rrl.manager.looking import HUNGRY, Eye
-from rrl.manager.mailbox import letters, taken
-from rrl.manager.node_health import of_agent
-from rrl.manager.onlookers import Onlookers
-from rrl.manager.orders import events_of
-from rrl.manager.performer import Performer, abandoned
-from rrl.manager.planner import plan
-from rrl.manager.planner.ending import said_at_the_end
-from rrl.manager.planner.wiring import Wiring, wire
-from rrl.manager.saying import say
-from rrl.manager.state import State, workers
-from rrl.manager.suspicion import Suspicion
-from rrl.manager.tokens import Tokens
-from rrl.spec.jobview import JobView
-from rrl.spec.launch import ExitReason
-from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import SHADOW, TRAINER, Life, NodeName, Outcome, rank_of, role_of
-from rrl.transport import messages as msg
-from rrl.transport.control import Listener
-from rrl.transport.keys import RunKeys
-from rrl.transport.wire import TO_MANAGER
+)
+from .model.reducer import fold
+from .model.state import State, workers
+from .planner import plan
+from .planner.peer_directory import Wiring, wire
+from .planner.shutdown import said_at_the_end
+from .reporting.log_collector import LogCollector
+from .reporting.metrics import Tokens
+from .reporting.observers import Onlookers
+from .reporting.summary import write_summary
+from .storage import resume_request
+from .storage.journal import Journal
+from .storage.lease import Lease, LeaseLost
 
 REMOVED = 10
 """tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
@@ -120,7 +118,7 @@ class Manager:
         """Claim the run, adopt what lives, and manage it to its end. Raises LeaseHeld, JournalError, OSError."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._cluster.close)
-            await asyncio.to_thread(ballast.give_back, self._run_dir)  # of a manager that died over a full disk
+            await asyncio.to_thread(fault_injection.give_back, self._run_dir)  # of a manager that died over a full disk
             self._lease = await Lease.acquire(self._run_dir, self._view.limits.lease, job)
             stack.push_async_callback(self._release_lease)
             await self._open(stack, job)
@@ -161,7 +159,12 @@ class Manager:
             run, self._cluster, lambda: self.state, self.record, self._listener.send, steps, self._ear.workers.get
         )
         self._executor = Executor(
-            self._cluster, self.record, deeds.prepare, deeds.tell_step, self._performer.perform, self._lease.checked,
+            self._cluster,
+            self.record,
+            deeds.prepare,
+            deeds.tell_step,
+            self._performer.perform,
+            self._lease.checked,
             self._ear.adoptions.adopt,
         )
         stack.push_async_callback(self._executor.close)
@@ -414,18 +417,18 @@ class Manager:
     async def _resume(self) -> None:
         """The run may have ended, and a person have ordered that it goes on. Nothing of it lives that could see its
         files change."""
-        order = await asyncio.to_thread(resuming.take, self._run_dir)
+        order = await asyncio.to_thread(resume_request.take, self._run_dir)
         if order is None:
             return
         if order.id not in self.state.commands:  # else a predecessor recorded it, and came no further
             if self.state.outcome is None or order.ended != self.state.ended:
                 say(f"{order.by} ordered too late that the run goes on: it does already, or has ended once more")
-                await asyncio.to_thread(resuming.drop, self._run_dir)
+                await asyncio.to_thread(resume_request.drop, self._run_dir)
                 return
             self.record(ev.Resumed(order.by, order.id, order.job))
             await asyncio.to_thread(self._journal.flush)
         self._run_dir.summary.unlink(missing_ok=True)
-        await asyncio.to_thread(resuming.place, self._run_dir)
+        await asyncio.to_thread(resume_request.place, self._run_dir)
 
     # ── the beginning ──────────────────────────────────────────────────────────────────────────────────────────────
     async def _adopt(self) -> None:

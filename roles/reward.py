@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import rrl
-from rrl.roles.refusal import refusing
-from rrl.roles.tasks import Task, TaskError, load_task
-from rrl.roles.tokenizer import Tokenizer, open_tokenizer
-from rrl.roles.trajectories.types import Score, ToScore
+
+from ..core.text import refusing
+from .models.tasks import Task, TaskError, load_task
+from .models.tokenizer import Tokenizer, open_tokenizer
+from .trajectories.types import Score, ToScore
 
 
 class Scorer:

@@ -16,8 +16,8 @@ from pathlib import Path
 import jinja2
 from ClusterShell.NodeSet import NodeSet
 
-from rrl.spec.jobview import Resources
-from rrl.spec.units import slurm_mem, slurm_time
+from ..core.run_spec import Resources
+from ..core.units import slurm_mem, slurm_time
 
 OURS = frozenset({
     "job-name", "comment", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time", "no-kill", "requeue",

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rrl.spec.rundir import write_atomically
+from ..core.run_dir import write_atomically
 
 _SECRET_BYTES = 32
 """as long as the output of SHA-256, with which the secret is used"""

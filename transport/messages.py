@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.spec.faults import Fault
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import Finding, Life, NodeName, ProbeResult, ReplicaId, Version
+from ..core.faults import Fault
+from ..core.launch import ExitReason
+from ..core.types import Finding, Life, NodeName, ProbeResult, ReplicaId, Version
 
 PROTOCOL = 2
 """Version of this conversation; what a peer of another version says is dropped and counted."""

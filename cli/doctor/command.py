@@ -1,4 +1,7 @@
-"""``rrl doctor``: what of rrl works here, what does not, and what to do about it."""
+"""``rrl doctor``: what of rrl works here, what does not, and what to do about it.
+
+All checks, in the order in which they are shown. Pure: the same facts give the same lines.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ import sys
 
 import msgspec
 
-from rrl.cli.doctor.checks import judge
-from rrl.cli.doctor.facts import Facts, Wanted
-from rrl.cli.doctor.readers import read_facts
-from rrl.cli.screen import print_json, show
-from rrl.cli.views.doctor import doctor_view
-from rrl.roles.host import Unread
-from rrl.spec.words import Verdict
+from ...core.types import Verdict
+from ...roles.node_probe.host import Unread
+from ..common.output import print_json, show
+from ..views.checks import doctor_view
+from .collect import read_facts
+from .facts import Check, Facts, Wanted
+from .host_checks import host_checks, storage_checks
+from .node_checks import node_checks
+from .slurm_checks import slurm_checks
+
+
+def judge(facts: Facts) -> list[Check]:
+    """What was found, line by line. What could not be known is UNKNOWN, never OK."""
+    return [*host_checks(facts), *storage_checks(facts), *slurm_checks(facts), *node_checks(facts)]
+
 
 NOT_ALLOWED = "no job looked at a node: nobody consented"
 _QUESTION = "Look at a compute node too, by a job of 10 s (1 CPU, 512 MiB, a GPU if one is free)? [y/N] "
@@ -38,7 +49,7 @@ def found(wanted: Wanted, *, consent: bool | None, ask: bool) -> Facts:
         consent = _agreed()
     if not consent:
         return msgspec.structs.replace(facts, node=Unread(NOT_ALLOWED))
-    from rrl.cli.doctor.visit import visit
+    from .node_visit import visit
 
     print("a job looks at a node ...", file=sys.stderr, flush=True)
     return msgspec.structs.replace(facts, node=visit(facts))

@@ -1,4 +1,5 @@
-"""What ``rrl doctor`` found out, as values. What could not be read is :class:`~rrl.roles.host.Unread`, with a reason.
+"""What ``rrl doctor`` found out, as values. What could not be read is :class:`~rrl.roles.node_probe.host.Unread`, with
+a reason.
 
 Readers make these, checks judge them, and ``rrl init`` writes a job.toml from them.
 """
@@ -7,18 +8,18 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.manager.cluster import NodeState
-from rrl.manager.cluster.slurm_limits import SeenLimits
-from rrl.roles.host import Ended, Host, Unread
-from rrl.roles.probe_node import NodeReport
-from rrl.spec.words import Verdict
+from ...core.types import Verdict
+from ...manager.cluster.base import NodeState
+from ...manager.cluster.slurm.limits import SeenLimits
+from ...roles.node_probe.host import Ended, Host, Unread
+from ...roles.node_probe.main import NodeReport
 
 
 class Check(Struct, frozen=True):
     """One line of the answer. ``found``: what is so; ``fix``: a command, a key of job.toml, or a person to ask."""
 
     name: str
-    """``<what is asked about>.<what about it>``, a key of :data:`rrl.cli.doctor.meanings.MEANINGS`"""
+    """``<what is asked about>.<what about it>``, a key of :data:`rrl.cli.doctor.catalogue.MEANINGS`"""
     verdict: Verdict
     found: str
     fix: str = ""

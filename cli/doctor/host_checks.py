@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 
-from rrl.cli.doctor.facts import Check, Facts, Storage, Visit
-from rrl.cli.doctor.verdicts import fail, limit, ok, size, unknown, warn
-from rrl.roles.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unread, UnreadCause
+from ...roles.node_probe.host import Dcgm, Limits, Machine, Network, Nvml, Python, Scratch, Ucx, Unread, UnreadCause
+from .catalogue import fail, limit, ok, size, unknown, warn
+from .facts import Check, Facts, Storage, Visit
 
 ROOM = 4 * 2**30
 """bytes of memory for a local run of the quickstart (four virtual nodes; each torch process takes about 0.4 GiB)"""
@@ -130,7 +130,7 @@ def ucx(name: str, found: Ucx | Unread, network: Network | Unread, python: Pytho
     """``auto`` takes tcp, or ucx on RDMA cards that it can use. NIXL has a UCX of its own, with modules for RDMA."""
     packages = {} if isinstance(python, Unread) else python.packages
     nixl = next((f"{one} {version}" for one, version in packages.items() if one.startswith("nixl")), "")
-    beside = f"; {nixl} is installed for [transport] weights = \"nixl\"" if nixl else ""
+    beside = f'; {nixl} is installed for [transport] weights = "nixl"' if nixl else ""
     fix = 'write [transport] weights = "nixl"' if nixl else None
     cards = () if isinstance(network, Unread) else network.rdma
     if not isinstance(python, Unread) and not any(one.startswith("ucxx") for one in packages):

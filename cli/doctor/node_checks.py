@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rrl.cli.doctor.facts import Check, Facts, Visit
-from rrl.cli.doctor.host_checks import candidates, listed, memlock, nofile, packet_filter, tmp, ucx
-from rrl.cli.doctor.meanings import MEANINGS
-from rrl.cli.doctor.verdicts import fail, ok, unknown, warn
-from rrl.roles.host import Ended, Host, Network, Nvml, Python, Unread, UnreadCause
-from rrl.roles.probe_node import NodeReport
+from ...roles.node_probe.host import Ended, Host, Network, Nvml, Python, Unread, UnreadCause
+from ...roles.node_probe.main import NodeReport
+from .catalogue import MEANINGS, fail, ok, unknown, warn
+from .facts import Check, Facts, Visit
+from .host_checks import candidates, listed, memlock, nofile, packet_filter, tmp, ucx
 
 SKEW = 1.0
 """s between two clocks, beyond which merged logs mislead"""
@@ -166,5 +165,3 @@ def _gpus(report: NodeReport) -> Check:
     seen = f"{told}; Slurm gave {len(given)}" + (
         ", so a job sees GPUs that are not its own" if given and len(nvml.gpus) > len(given) else "")  # fmt: skip
     return ok("node.gpus", seen)
-
-

@@ -6,11 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-from rrl.cli.doctor.facts import Check, Config, Facts, Node, Nodes, Partition, Slurm, Visit, Wanted
-from rrl.cli.doctor.meanings import MEANINGS
-from rrl.cli.doctor.verdicts import fail, ok, size, unknown, warn
-from rrl.roles.host import Ended, Network, Unread
-from rrl.spec.units import duration_text
+from ...core.units import duration_text
+from ...roles.node_probe.host import Ended, Network, Unread
+from .catalogue import MEANINGS, fail, ok, size, unknown, warn
+from .facts import Check, Config, Facts, Node, Nodes, Partition, Slurm, Visit, Wanted
 
 OLDEST, NEWEST = (22, 5), (26, 5)
 """versions between which rrl is tested"""

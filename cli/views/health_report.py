@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rrl.cli.views.figures import folded, span
-from rrl.health.history_cache import Sources
-from rrl.health.rates import Rate
-from rrl.health.report_values import DrainState, NodeReport, Report, SiteReport
+from ...health.history.cache import Sources
+from ...health.history.rates import Rate
+from ...health.report.model import DrainState, NodeReport, Report, SiteReport
+from .formatting import folded, span
 
 COLOUR = {"FAIL": "red", "WARN": "yellow", "OK": "green"}
 BAR = 24

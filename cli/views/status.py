@@ -14,13 +14,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rrl.cli.views.figures import bar, curve, folded, number, span
-from rrl.cli.views.summary import MOST_STALE
-from rrl.manager import token_ages
-from rrl.manager.cluster import NodeState
-from rrl.manager.state import Allocation, Node, Replica, State, Status, progress, workers
-from rrl.spec.phases import STANDBY, phase
-from rrl.spec.words import AGENT, SHADOW, Finding, Outcome, Verdict, stands_for
+from ...core.phases import STANDBY, phase
+from ...core.types import AGENT, SHADOW, Finding, Outcome, Verdict, stands_for
+from ...manager.cluster.base import NodeState
+from ...manager.model import token_ages
+from ...manager.model.state import Allocation, Node, Replica, State, Status, progress, workers
+from .formatting import bar, curve, folded, number, span
+from .summary import MOST_STALE
 
 NARROW = 95
 """columns below which what is nice to know is left out"""
@@ -155,7 +155,7 @@ def _held_back(state: State, now: float) -> Iterator[str]:
     condemning = any(one.verdict is Verdict.FAIL and one.node is not None for one in state.findings.values())
     if state.verdict is not None or not condemning:
         return
-    from rrl.manager.planner.brakes import held_back
+    from ...manager.planner.recovery.node_exclusion import held_back
 
     for held in held_back(state, now):
         until = "until Slurm says otherwise" if held.until == inf else f"for {span(held.until - now)}"

@@ -1,7 +1,11 @@
-"""What a run came to: ``summary.json`` as something to look at. Pure."""
+"""What a run came to: ``summary.json`` as something to look at. Pure.
+
+The list of runs as something to look at. Pure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -9,19 +13,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rrl.cli.views.figures import number, span, stage
+from .formatting import number, span, stage
 
-_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
+_OUTCOME_COLOUR = {"completed": "green", "cancelled": "yellow", "failed": "red", "rejected": "red"}
 MOST_STALE = 0.5
 """share of what is made above which it is warned of that it is dropped for its age"""
 _STAGES = ("detect_s", "decide_s", "start_s", "weights_s", "first_work_s", "total_s")
 
 
 def summary_view(summary: dict[str, Any]) -> RenderableType:
-    """``summary``: the decoded summary.json (:class:`rrl.manager.ledger.Summary`); fields that it lacks are dashes."""
+    """``summary``: the decoded summary.json (:class:`rrl.manager.reporting.summary.Summary`); fields that it lacks are
+    dashes."""
     outcome = str(summary.get("outcome", "unknown"))
     title = Text(str(summary.get("run", "run")), "bold")
-    title.append(f"  ● {outcome}", _COLOUR.get(outcome, "white"))
+    title.append(f"  ● {outcome}", _OUTCOME_COLOUR.get(outcome, "white"))
     trained = summary.get("steps") != 0  # a run of commands alone trains nothing
     took = span(summary.get("run_seconds") or 0)
     title.append(f"   {summary.get('steps', 0)} steps in {took}" if trained else f"   in {took}", "none")
@@ -82,3 +87,41 @@ def _faults(injected: int, recoveries: list[dict[str, Any]], unprovoked: int | N
 
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"
+
+
+_STANDING_COLOUR = {
+    "completed": "green",
+    "running": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "interrupted": "red",
+}
+
+
+def runs_view(rows: Sequence[dict[str, Any]], now: float) -> RenderableType:
+    """``rows`` as :mod:`rrl.cli.run.status` makes them; ``now``: wall clock (s)."""
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False,
+        header_style="bright_black", border_style="bright_black",
+    )  # fmt: skip
+    table.add_column("run", no_wrap=True)
+    table.add_column("standing", no_wrap=True, overflow="ellipsis", max_width=30)
+    for name in ("step", "reward", "recoveries", "took", "started"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        started, ended = row["started"], row["ended"]
+        table.add_row(
+            row["run"],
+            Text(row["standing"], _STANDING_COLOUR.get(row["standing"], "cyan")),
+            _steps(row["step"], row["steps"]),
+            number(row["reward"]),
+            str(row["recoveries"]),
+            "–" if started is None else span((ended or now) - started),
+            "–" if started is None else f"{span(now - started)} ago",
+        )
+    return table
+
+
+def _steps(step: int, steps: int | None) -> str:
+    """A run of commands alone has none."""
+    return "–" if steps == 0 else f"{step}/{'?' if steps is None else steps}"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from rrl.health.readers import Absent, Denied, ReaderOptions
-from rrl.health.readings import FabricData, FabricPort
+from .base import Absent, Denied, ReaderOptions
+from .samples import FabricData, FabricPort
 
 _NOT_SUPPORTED = "not supported"
 _CHAR_CLASSES = ("infiniband_verbs", "infiniband_mad")

@@ -10,9 +10,9 @@ import os
 import time
 from collections.abc import Iterator
 
-from rrl.health.readers import ReaderOptions
-from rrl.health.readers.mounts import Mounts
-from rrl.health.readings import HostData, Stuck
+from .base import ReaderOptions
+from .mounts import Mounts
+from .samples import HostData, Stuck
 
 ZOMBIE_AFTER = 300.0
 """s; Meta's gcm, zombie check"""
@@ -34,7 +34,7 @@ class HostReader:
     name = "host"
     every = 10.0
     within = 30.0
-    """more than mounts have (:attr:`rrl.health.readers.ReaderOptions.mounts_within`)"""
+    """more than mounts have (:attr:`rrl.health.readers.base.ReaderOptions.mounts_within`)"""
 
     def __init__(self, options: ReaderOptions) -> None:
         self._proc, self._sysfs = options.proc, options.sysfs

@@ -2,8 +2,8 @@
 is left where it is, and its path counts as not answering until it does.
 
 One process that waits proves little: its request may be lost, and the next one answered. So a path that does not answer
-is looked at by :data:`~rrl.health.readings.MOUNT_ATTEMPTS` processes within one look, started one after another. The
-path answers if any of them comes back.
+is looked at by :data:`~rrl.health.readers.samples.MOUNT_ATTEMPTS` processes within one look, started one after another.
+The path answers if any of them comes back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NoReturn
 
 import msgspec
 
-from rrl.health.readers import lifeline
-from rrl.health.readings import MOUNT_ATTEMPTS, Mount
+from .isolation import process
+from .samples import MOUNT_ATTEMPTS, Mount
 
 _LEFT_WITHIN = 0.5
 """s for left processes to end on SIGKILL when this ends"""
@@ -144,8 +144,8 @@ def _see(path: str, say: int, parent: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        lifeline.dies_with(parent, signal.SIGKILL)  # it holds nothing that would need closing
-        lifeline.let_go([say])
+        process.dies_with(parent, signal.SIGKILL)  # it holds nothing that would need closing
+        process.let_go([say])
         os.write(say, msgspec.msgpack.encode(_figures(path)))
     finally:
         os._exit(0)

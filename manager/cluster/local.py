@@ -20,7 +20,12 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from rrl.manager.cluster import (
+from ...core.faults import Fault, FaultKind
+from ...core.launch import LAUNCH_ENV, read_launch
+from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
+from ...core.run_dir import RunDir, write_atomically
+from ...core.types import NodeName
+from .base import (  # fmt: skip
     AllocationSeen,
     AllocationState,
     Ask,
@@ -32,12 +37,7 @@ from rrl.manager.cluster import (
     Refused,
     Step,
     Unanswered,
-)  # fmt: skip
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import LAUNCH_ENV, read_launch
-from rrl.spec.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
-from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import NodeName
+)
 
 STOP_MARGIN = 2.0
 """s beyond the grace: the step, told to stop, kills its own group at the end of the grace and writes the exit record;

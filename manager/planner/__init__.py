@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.manager.actions import Action, Decision
-from rrl.manager.planner.brakes import brake
-from rrl.manager.planner.drills import drill
-from rrl.manager.planner.ending import finish
-from rrl.manager.planner.evicted import evict
-from rrl.manager.planner.nodes import mark, renew
-from rrl.manager.planner.placement import assign, place
-from rrl.manager.planner.recovery import recover
-from rrl.manager.planner.rooms import Rooms
-from rrl.manager.planner.rotation import rotate
-from rrl.manager.planner.standbys import stand_by
-from rrl.manager.planner.supply import supply
-from rrl.manager.planner.terms import NEVER
-from rrl.manager.state import State
+from ..model.actions import Action, Decision
+from ..model.state import State
+from .capacity.allocations import supply
+from .capacity.node_lifecycle import mark, renew
+from .capacity.nodes import Rooms
+from .capacity.placement import assign, place
+from .capacity.rotation import evict, rotate
+from .capacity.standbys import stand_by
+from .deadlines import NEVER
+from .planned_faults import drill
+from .recovery.node_exclusion import brake
+from .recovery.recover import recover
+from .shutdown import finish
 
 
 class Plan(Struct, frozen=True):

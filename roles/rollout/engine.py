@@ -8,8 +8,8 @@ from typing import Protocol
 from msgspec import Struct
 from torch import Tensor
 
-from rrl.roles.trajectories.types import Item, Segment
-from rrl.spec.words import Version
+from ...core.types import Version
+from ..trajectories.types import Item, Segment
 
 Grown = tuple[list[Segment], list[int]]
 """What some trajectories grew by, and which of them are complete with it. The segments of one trajectory follow one

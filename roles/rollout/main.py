@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import rrl
-from rrl.roles.device import given_device
-from rrl.roles.model import ModelSpec, materialise, model_spec, skeleton
-from rrl.roles.refusal import refusing
-from rrl.roles.rollout.engine import Engine, Sampling
-from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
-from rrl.roles.tensors import unpack
-from rrl.roles.tokenizer import Tokenizer, open_tokenizer
-from rrl.spec.model_folder import max_length
+
+from ...config.model_folder import max_length
+from ...core.text import refusing
+from ..models.policy import ModelSpec, materialise, model_spec, skeleton
+from ..models.tensors import given_device, unpack
+from ..models.tokenizer import Tokenizer, open_tokenizer
+from .engine import Engine, Sampling
+from .torch_engine import TorchEngine, seed_of
 
 LOG_EVERY = 10
 """Versions between two lines in the log."""
@@ -105,15 +105,13 @@ def _torch(me: rrl.Worker, _: ModelSpec, model: nn.Module, tokenizer: Tokenizer)
     def build() -> Engine:
         materialise(model, device)
         seed = seed_of(me.job["run"]["seed"], me.launch.life)
-        return TorchEngine(
-            model, ends=tokenizer.ends, seed=seed, sampling=_sampling(me), lease=me.settings["lease"]
-        )
+        return TorchEngine(model, ends=tokenizer.ends, seed=seed, sampling=_sampling(me), lease=me.settings["lease"])
 
     return build
 
 
 def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenizer) -> Callable[[], Engine]:
-    from rrl.roles.rollout import vllm_setup  # here: whoever has no vLLM does without
+    from .vllm import config as vllm_setup  # here: whoever has no vLLM does without
 
     vllm_setup.environment(me.settings["threads"])
     with refusing(vllm_setup.CannotWork):
@@ -125,11 +123,9 @@ def _vllm(me: rrl.Worker, spec: ModelSpec, model: nn.Module, tokenizer: Tokenize
         )  # fmt: skip
 
     def build() -> Engine:
-        from rrl.roles.rollout.vllm_engine import VllmEngine
+        from .vllm.engine import VllmEngine
 
-        return VllmEngine(
-            config, model, ends=tokenizer.ends, sampling=_sampling(me), lease=me.settings["lease"]
-        )
+        return VllmEngine(config, model, ends=tokenizer.ends, sampling=_sampling(me), lease=me.settings["lease"])
 
     return build
 

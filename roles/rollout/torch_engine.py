@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from rrl.roles.model import load_weights, log_probs
-from rrl.roles.rollout.engine import Grown, Sampling
-from rrl.roles.trajectories.types import Item, Segment
-from rrl.spec.words import Life, Version
+from ...core.types import Life, Version
+from ..models.policy import load_weights, log_probs
+from ..trajectories.types import Item, Segment
+from .engine import Grown, Sampling
 
 
 def seed_of(run_seed: int, life: Life) -> int:

@@ -12,25 +12,14 @@ import contextlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rrl.roles.snapshots import messages as msg
-from rrl.roles.snapshots.asking import OwnAgent, ask, checked, other_agent, patiently, run
-from rrl.roles.snapshots.mapped import Mapped, Sending, lent, private
-from rrl.roles.snapshots.shape import (
-    HEAD_ROOM,
-    META_ROOM,
-    PAYLOAD,
-    Damaged,
-    Digest,
-    Head,
-    Kept,
-    SnapshotError,
-    digest_of,
-    turn,
-)
-from rrl.spec.words import NodeName, ReplicaId
-from rrl.transport.blobs import hear, receive_bulk, send_bulk
-from rrl.transport.keys import RunKeys
-from rrl.transport.weights.pipe import PipeError
+from ...core.types import NodeName, ReplicaId
+from ...transport.keys import RunKeys
+from ...transport.streams.framing import hear, receive_bulk, send_bulk
+from ...transport.weights.base import PipeError
+from . import messages as msg
+from .connection import OwnAgent, ask, checked, other_agent, patiently, run
+from .format import HEAD_ROOM, META_ROOM, PAYLOAD, Damaged, Digest, Head, Kept, SnapshotError, digest_of, turn
+from .mapping import Mapped, Sending, lent, private
 
 
 class SnapshotClient:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.roles.snapshots.shape import Kept
-from rrl.spec.words import ReplicaId
+from ...core.types import ReplicaId
+from .format import Kept
 
 
 class Who(Struct, frozen=True, array_like=True):

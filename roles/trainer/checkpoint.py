@@ -23,22 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from rrl.roles.checkpoint_files import (
-    DamagedCheckpoint,
-    Digest,
-    Kept,
-    digest_of,
-    incarnation_of,
-    make_durable,
-    verified,
-)
-from rrl.roles.model import weights
-from rrl.roles.trainer import exchange
-from rrl.roles.trainer.gang import Gang
-from rrl.roles.trainer.layout import shard_of
-from rrl.roles.trainer.learner import Learner
-from rrl.roles.trainer.shards import METADATA, Piece, read_shards, write_metadata, write_shards
-from rrl.spec.rundir import RunDir
+from ...core.run_dir import RunDir
+from ..models.policy import weights
+from ..worker.checkpoint_files import DamagedCheckpoint, Digest, Kept, digest_of, incarnation_of, make_durable, verified
+from . import exchange
+from .host_buffers import shard_of
+from .learner import Learner
+from .process_group import Gang
+from .shards import METADATA, Piece, read_shards, write_metadata, write_shards
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # who saves alone is told that he is
 _ABOUT = "about.json"

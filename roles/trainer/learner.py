@@ -18,12 +18,11 @@ from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rrl.roles.checkpoint_files import Kept
-from rrl.roles.model import weights
-from rrl.roles.trainer.gang import Gang
-from rrl.roles.trainer.grpo import group_advantages, grpo_loss
-from rrl.roles.trainer.likelihood import likelihood
-from rrl.roles.trajectories.types import Batch, Trajectory
+from ..models.policy import weights
+from ..trajectories.types import Batch, Trajectory
+from ..worker.checkpoint_files import Kept
+from .losses import group_advantages, grpo_loss, likelihood
+from .process_group import Gang
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Prompt and answer as tokens, for the supervised warm start."""
@@ -32,7 +31,7 @@ _BETAS = (0.9, 0.95)
 
 
 class LearnerSettings(Struct, frozen=True):
-    """Numbers of ``[roles.trainer]`` (defaults and reasons: :class:`rrl.spec.job.TrainerRole`)."""
+    """Numbers of ``[roles.trainer]`` (defaults and reasons: :class:`rrl.config.job.schema.TrainerRole`)."""
 
     learning_rate: float
     final_learning_rate: float

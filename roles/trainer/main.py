@@ -4,6 +4,13 @@ Whatever needs no word of the manager comes before it joins: a process that is k
 counts when its checkpoint is committed. A trainer that starts anew goes on from the newest state that can be verified,
 publishes its weights at once, and is given the batches after it: the same ones, if its predecessor had already asked
 for them.
+
+What a process that is kept warm does beforehand: a step of a tiny model, in a gang of its own that ends with it.
+
+The first step of a process pays for what torch loads and sets up at first use: 0.43 s against 0.08 s after practice,
+for a tiny model on two CPU ranks; for a large one no gain was shown (docs/sources.md, torch). Not where the trainer has
+GPUs: torch's first ``backward`` asks CUDA for its devices, be it on a CPU, and after that it could no longer be said
+which of them are this process's. That is not known yet.
 """
 
 from __future__ import annotations
@@ -13,24 +20,50 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint  # what the first checkpoint would load
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import rrl
-from rrl.roles.model import ModelSpec, build_model, load_initial, materialise, model_spec, skeleton
-from rrl.roles.refusal import refusing
-from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.tasks import TaskError, load_task
-from rrl.roles.tensors import pack
-from rrl.roles.tokenizer import Tokenizer, open_tokenizer
-from rrl.roles.trainer import restart
-from rrl.roles.trainer.buffers import HostBuffers, buddy_of
-from rrl.roles.trainer.checkpoint import Checkpoints
-from rrl.roles.trainer.gang import Gang, form, full, waits_to_be_told
-from rrl.roles.trainer.learner import Example, Learner, LearnerSettings
-from rrl.roles.trainer.practice import practise
-from rrl.roles.trainer.saver import MOST_UNCOMMITTED, Saver
-from rrl.roles.trainer.sharing import batches
-from rrl.spec.words import NodeName
+
+from ...core.text import refusing
+from ...core.types import NodeName
+from ..models.policy import ModelSpec, build_model, load_initial, materialise, model_spec, skeleton
+from ..models.tasks import TaskError, load_task
+from ..models.tensors import pack
+from ..models.tokenizer import Tokenizer, open_tokenizer
+from ..snapshots.client import SnapshotClient
+from . import restore
+from .async_saver import MOST_UNCOMMITTED, Saver
+from .checkpoint import Checkpoints
+from .host_buffers import HostBuffers, buddy_of
+from .learner import Example, Learner, LearnerSettings
+from .process_group import Gang, batches, form, full, waits_to_be_told
+
+_TINY = ModelSpec(
+    hidden_size=16, intermediate_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, initializer_range=0.05
+)
+_VOCABULARY = 16
+
+
+def practise() -> None:
+    """One step; the process is as before but for what is loaded. Random states too."""
+    with torch.random.fork_rng(devices=[]):
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        try:
+            model = build_model(_TINY, _VOCABULARY, seed=0)
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            tokens = torch.zeros((1, 4), dtype=torch.long)
+            model(input_ids=tokens, use_cache=False).logits.sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        finally:
+            dist.destroy_process_group()
+
 
 _APART = 10_000
 """between the task's seeds of warm start and run: no two runs of a study are so far apart, and datasets' seeds, which
@@ -53,7 +86,7 @@ def main() -> None:
         gang = form(me, spec.computes_in)
         client = _snapshots(me)
         checkpoints = Checkpoints(me.run_dir, me.launch.life.incarnation, me.settings["keep_checkpoints"], gang)
-        found = restart.find(me, gang, client)
+        found = restore.find(me, gang, client)
         if gang.rank == 0:
             print(f"{me.launch.life} goes on from {found}", flush=True)
         learner = _learner(me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], found.fresh, gang), gang)
@@ -68,7 +101,7 @@ def main() -> None:
                     learner.reference_kept = checkpoints.keep_reference(folder, learner.model, spec.computes_in)
         else:
             with me.phase("checkpoint"):
-                restart.load(found, learner, checkpoints, gang)
+                restore.load(found, learner, checkpoints, gang)
             found = msgspec.structs.replace(found, data=memoryview(b""))  # else as much memory as the state, to the end
         if me.settings["kl"] and learner.reference_kept is not None:
             with me.phase("checkpoint"):
@@ -91,7 +124,7 @@ def _model(spec: ModelSpec, empty: nn.Module, vocabulary: int, seed: int, fresh:
 
 def _train(
     me: rrl.Worker, gang: Gang, learner: Learner, checkpoints: Checkpoints, saver: Saver, spec: ModelSpec,
-    found: restart.Found,
+    found: restore.Found,
 ) -> None:  # fmt: skip
     """From the learner's state to the end of the run."""
     if gang.rank == 0:

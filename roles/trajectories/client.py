@@ -9,7 +9,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from rrl.roles.trajectories.types import (
+from ...core.types import Life, Version, role_of
+from ...transport.control.endpoints import Address, Dialer
+from ...transport.keys import RunKeys
+from ...transport.messages import Peers
+from .types import (
     Answer,
     Append,
     Bound,
@@ -36,10 +40,6 @@ from rrl.roles.trajectories.types import (
     StepMetrics,
     ToScore,
 )
-from rrl.spec.words import Life, Version, role_of
-from rrl.transport.control import Address, Dialer
-from rrl.transport.keys import RunKeys
-from rrl.transport.messages import Peers
 
 _AGAIN = 5.0
 """s beyond a request's own wait after which it is said again, and then less and less often: an answer can be lost
@@ -130,9 +130,7 @@ class TrajectoryClient:
             lost.update(answer.lost)
         return tuple(sorted(lost))
 
-    async def lease_scoring(
-        self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()
-    ) -> tuple[ToScore, ...]:
+    async def lease_scoring(self, at_most: int, wait: float = 1.0, holding: Sequence[int] = ()) -> tuple[ToScore, ...]:
         """Up to ``at_most`` complete trajectories to score; ``holding`` as in :meth:`lease`."""
         answer = await self._ask(LeaseScoring(self._life, at_most, wait, tuple(holding)), wait)
         return answer.items if isinstance(answer, Scoring) else ()

@@ -10,11 +10,11 @@ import math
 
 from msgspec import Struct
 
-from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import Answer, Denied, FollowVersions, NewestVersion, NotYet
-from rrl.spec.words import Life
-from rrl.transport.control import Incoming
-from rrl.transport.messages import Holder
+from ...core.types import Life
+from ...transport.control.endpoints import Incoming
+from ...transport.messages import Holder
+from .store import Store
+from .types import Answer, Denied, FollowVersions, NewestVersion, NotYet
 
 
 def report_and_look(store: Store, request: FollowVersions) -> NewestVersion | NotYet | Denied:

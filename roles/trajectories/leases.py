@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rrl.spec.words import Life, ReplicaId
+from ...core.types import Life, ReplicaId
 
 
 class Believed:

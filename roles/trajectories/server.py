@@ -12,12 +12,19 @@ from typing import Any
 import msgspec
 
 import rrl
-from rrl.roles.refusal import refusing
-from rrl.roles.tasks import TaskError, load_task
-from rrl.roles.tokenizer import open_tokenizer
-from rrl.roles.trajectories.followers import Followers, report_and_look
-from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import (
+
+from ...config.model_folder import max_length
+from ...core.run_dir import write_atomically
+from ...core.text import refusing
+from ...core.types import Life
+from ...transport.control.endpoints import Incoming, Listener
+from ...transport.control.sockets import CONTROL, TO_STORE
+from ...transport.messages import Peers
+from ..models.tasks import TaskError, load_task
+from ..models.tokenizer import open_tokenizer
+from .followers import Followers, report_and_look
+from .store import Store
+from .types import (
     Answer,
     Append,
     Commit,
@@ -35,12 +42,6 @@ from rrl.roles.trajectories.types import (
     Request,
     Scoring,
 )
-from rrl.spec.model_folder import max_length
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life
-from rrl.transport.control import Incoming, Listener
-from rrl.transport.messages import Peers
-from rrl.transport.wire import CONTROL, TO_STORE
 
 
 def answer(store: Store, request: Request) -> Answer:

@@ -8,7 +8,8 @@ from itertools import groupby
 
 from msgspec import Struct
 
-from rrl.roles.trajectories.records import (
+from ...core.types import Life, ReplicaId
+from .records import (
     FORMAT,
     Binding,
     Commitment,
@@ -27,8 +28,7 @@ from rrl.roles.trajectories.records import (
     unpack,
     unpack_tokens,
 )
-from rrl.roles.trajectories.types import Item, PackedBatch, PackedTrajectory, Score, ToScore
-from rrl.spec.words import Life, ReplicaId
+from .types import Item, PackedBatch, PackedTrajectory, Score, ToScore
 
 METRICS_KEPT = 4096
 """newest steps whose metrics are kept for a manager that does not live: at 10 s a step those of eleven hours, in a

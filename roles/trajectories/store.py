@@ -15,11 +15,12 @@ from typing import Any
 
 import msgspec
 
-from rrl.roles.trajectories.audit import Audit
-from rrl.roles.trajectories.durable import Durable
-from rrl.roles.trajectories.freshness import Freshness
-from rrl.roles.trajectories.leases import Believed, Leases
-from rrl.roles.trajectories.records import (
+from ...core.types import Life
+from ...transport.messages import Holder
+from .leases import Believed, Leases
+from .log import Durable
+from .records import (
+    Audit,
     Commitment,
     DropCause,
     Dropped,
@@ -32,8 +33,9 @@ from rrl.roles.trajectories.records import (
     pack,
     pack_tokens,
 )
-from rrl.roles.trajectories.state import Group, Track, as_item, as_to_score
-from rrl.roles.trajectories.types import (
+from .staleness import Freshness
+from .state import Group, Track, as_item, as_to_score
+from .types import (
     Bound,
     CommittedState,
     Denied,
@@ -48,9 +50,7 @@ from rrl.roles.trajectories.types import (
     Segment,
     StepMetrics,
 )
-from rrl.roles.trajectories.versions import VersionDirectory, is_publisher
-from rrl.spec.words import Life
-from rrl.transport.messages import Holder
+from .versions import VersionDirectory, is_publisher
 
 METRICS_PER_ANSWER = 256
 """steps: about 100 KB, where a trainer tells a dozen figures"""
@@ -65,7 +65,7 @@ class Store:
     dropped.
 
     At most ``(max_ahead_batches + 1) * groups_per_batch`` groups are under way beyond what is bound: back-pressure on
-    the rollouts. ``staleness`` bounds the age of tokens (:mod:`rrl.roles.trajectories.freshness`; None: no limit);
+    the rollouts. ``staleness`` bounds the age of tokens (:mod:`rrl.roles.trajectories.staleness`; None: no limit);
     ``waits``: a step waits for the groups that no later step may train, else these are dropped.
     The trainer may be in a step while ``keep_uncommitted`` before it are done and not committed: so many bindings, and
     one more, are ahead of the committed step.
@@ -341,9 +341,7 @@ class Store:
         track = self._state.tracks.get(trajectory)
         return track is not None and self._is_of(track, life)
 
-    def _news(
-        self, pieces: Iterable[Piece], finished: Iterable[int], lost: set[int]
-    ) -> tuple[list[Piece], set[int]]:
+    def _news(self, pieces: Iterable[Piece], finished: Iterable[int], lost: set[int]) -> tuple[list[Piece], set[int]]:
         """What is new in an append: pieces and ends. Adds to ``lost`` what neither continues nor repeats."""
         fresh: list[Piece] = []
         lengths: dict[int, int] = {}

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from rrl.spec.words import Life, Version
-from rrl.transport.messages import Holder
+from ...core.types import Life, Version
+from ...transport.messages import Holder
 
 
 class Segment(Struct, frozen=True, array_like=True):

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rrl.roles.trajectories.types import NewestVersion
-from rrl.spec.words import TRAINER, Life, Version, role_of
-from rrl.transport.messages import Holder
+from ...core.types import TRAINER, Life, Version, role_of
+from ...transport.messages import Holder
+from .types import NewestVersion
 
 MAX_HOLDERS = 8
 """holders that are named to a rollout, some 100 bytes each in every answer. They are asked one after another, after the

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rrl.cli.doctor.facts import (
+from rrl.cli.doctor.facts import (  # fmt: skip
     Accounts,
     CgroupConf,
     Config,
@@ -21,11 +21,11 @@ from rrl.cli.doctor.facts import (
     Trials,
     Visit,
     Wanted,
-)  # fmt: skip
-from rrl.cli.doctor.slurm_text import read_config
-from rrl.manager.cluster import NodeState
-from rrl.manager.cluster.slurm_limits import SeenLimits
-from rrl.roles.host import (
+)
+from rrl.cli.doctor.slurm_output import read_config
+from rrl.manager.cluster.base import NodeState
+from rrl.manager.cluster.slurm.limits import SeenLimits
+from rrl.roles.node_probe.host import (  # fmt: skip
     Dcgm,
     Ended,
     Host,
@@ -38,8 +38,8 @@ from rrl.roles.host import (
     Scratch,
     Torch,
     Ucx,
-)  # fmt: skip
-from rrl.roles.probe_node import NodeReport, Reached
+)
+from rrl.roles.node_probe.main import NodeReport, Reached
 
 GIB = 2**30
 RECORDED = Path(__file__).parent / "recorded"

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Request, Rung, Why
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
-from rrl.manager.fold import fold
-from rrl.manager.journal import Journal
-from rrl.manager.ledger import write_summary
-from rrl.manager.state import State
-from rrl.spec.job import Job
-from rrl.spec.jobview import JobView
-from rrl.spec.launch import ExitReason
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import (
+from rrl.config.job.schema import Job
+from rrl.core.launch import ExitReason
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import JobView
+from rrl.core.types import (  # fmt: skip
     Cause,
     Evidence,
     Finding,
@@ -29,7 +22,14 @@ from rrl.spec.words import (
     ReplicaId,
     Verdict,
     Version,
-)  # fmt: skip
+)
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Request, Rung, Why
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
+from rrl.manager.reporting.summary import write_summary
+from rrl.manager.storage.journal import Journal
 from rrl.tests.spec.jobs import JOB
 
 BEGAN = 1_800_000_000.0

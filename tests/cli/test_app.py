@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rrl.cli import app, commands
-from rrl.manager import submit as starting
-from rrl.manager.ledger import write_summary
-from rrl.manager.state import State
-from rrl.spec.job import Job
-from rrl.spec.jobview import JobView, ManagerView
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Outcome
+from rrl.cli import commands, main
+from rrl.config.job.schema import Job
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_spec import JobView, ManagerView
+from rrl.core.types import Outcome
+from rrl.manager.bootstrap import start as starting
+from rrl.manager.model.state import State
+from rrl.manager.reporting.summary import write_summary
 from rrl.tests.cli.story import Story, completed, job_view
 from rrl.tests.spec.jobs import JOB
 
@@ -44,15 +44,15 @@ def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
 
 # ── help, version, mistakes ────────────────────────────────────────────────────────────────────────────────────────
 def test_help_names_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["--help"]) == 0
+    assert main.run(["--help"]) == 0
     shown = capsys.readouterr().out
     for command in COMMANDS:
         assert f"\n  {command} " in shown
-        assert app.run([command, "--help"]) == 0
+        assert main.run([command, "--help"]) == 0
         assert "Usage: rrl" in capsys.readouterr().out
     assert "manage" not in shown
     assert not any(line.endswith("...") for line in shown.splitlines()[1:])  # no purpose is cut off
-    assert app.run([]) == 0
+    assert main.run([]) == 0
     assert capsys.readouterr().out == shown
 
 
@@ -63,7 +63,7 @@ def test_the_typer_app_answers_to_its_own_runner() -> None:
 
 
 def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["--version"]) == 0
+    assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == "rrl 0.1.0\n"
 
 
@@ -80,7 +80,7 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
     root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
-    assert app.run(arguments) == 2
+    assert main.run(arguments) == 2
     assert said(capsys) == ("", told + "\n")
 
 
@@ -88,17 +88,17 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
 def test_a_run_that_is_not_there_is_one_line_with_candidates(
     root: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert app.run([command, "x"]) == 2
+    assert main.run([command, "x"]) == 2
     assert capsys.readouterr().err == f"rrl: there are no runs in {root}; start one with: rrl submit job.toml\n"
     for run in ("small-1", "small-2", "other-1"):
         Story(run).written(root)
-    assert app.run([command, "nope"]) == 2
+    assert main.run([command, "nope"]) == 2
     assert 'no run "nope"' in (told := capsys.readouterr().err)
     assert "other-1" in told
-    assert app.run([command, "small"]) == 2
+    assert main.run([command, "small"]) == 2
     assert 'rrl: "small" fits 2 runs: ' in (told := capsys.readouterr().err)
     assert told.count("\n") == 1
-    assert app.run([command, "/tmp/nope"]) == 2
+    assert main.run([command, "/tmp/nope"]) == 2
     assert capsys.readouterr().err == "rrl: /tmp/nope: no run directory of rrl\n"
 
 
@@ -108,15 +108,15 @@ def test_an_unexpected_error_is_one_line_unless_debugging(
     def broken(*_: object, **__: object) -> int:
         raise KeyError("surprise\nwith a second line")
 
-    monkeypatch.setattr("rrl.cli.listing.list_runs", broken)
-    monkeypatch.delenv(app.DEBUG_ENV, raising=False)
-    assert app.run(["list"]) == 1
+    monkeypatch.setattr("rrl.cli.run.status.list_runs", broken)
+    monkeypatch.delenv(main.DEBUG_ENV, raising=False)
+    assert main.run(["list"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("rrl: internal error: KeyError: ")
     assert told.count("\n") == 1
-    monkeypatch.setenv(app.DEBUG_ENV, "1")
+    monkeypatch.setenv(main.DEBUG_ENV, "1")
     with pytest.raises(KeyError):
-        app.run(["list"])
+        main.run(["list"])
 
 
 # ── status and list ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,39 +125,39 @@ def test_status_shows_the_newest_run_or_the_one_whose_id_begins_so(
 ) -> None:
     old, new = completed("aaa-1").written(root), Story("bbb-1").works().written(root)
     os.utime(old.resolved, (1, 1))
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     assert capsys.readouterr().out.startswith("bbb-1  ● running   step 12/40")
     for name in ("aaa", "aaa-1", str(old.path)):
-        assert app.run(["status", name]) == 0
+        assert main.run(["status", name]) == 0
         assert capsys.readouterr().out.startswith("aaa-1  ● completed   step 12/12")
     os.utime(new.resolved, (0, 0))
-    app.run(["status"])
+    main.run(["status"])
     assert capsys.readouterr().out.startswith("aaa-1")
 
 
 def test_an_exact_id_is_never_ambiguous(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in ("small-1", "small-1-1"):
         Story(run).written(root)
-    assert app.run(["status", "small-1"]) == 0
+    assert main.run(["status", "small-1"]) == 0
     assert capsys.readouterr().out.startswith("small-1  ")
 
 
 def test_status_of_a_finished_run_names_its_recoveries(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed().written(root)
-    app.run(["status"])
+    main.run(["status"])
     assert "↻ rollout/0#2  restart in place on n3; exit_record: step: killed by signal 9" in capsys.readouterr().out
 
 
 def test_status_says_that_no_manager_is_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story().works().written(root)
-    app.run(["status"])
+    main.run(["status"])
     assert f"none is running; the roles go on. Start one: rrl manage {run.id}" in capsys.readouterr().out
 
 
 def test_status_as_json_is_the_state_itself(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = Story().works()
     story.written(root)
-    assert app.run(["status", "--json"]) == 0
+    assert main.run(["status", "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=State) == story.told()
 
 
@@ -169,18 +169,18 @@ def test_on_slurm_a_run_that_has_not_begun_names_the_job_that_brings_its_manager
     run.create()
     job = msgspec.structs.replace(job_view(), cluster="slurm", manager=ManagerView(where))
     run.view.write_bytes(msgspec.json.encode(job))
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     assert f"(squeue --name=fresh-1.{queued} tells why; " in capsys.readouterr().out
 
 
 def test_a_run_whose_manager_has_not_started_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(root / "fresh-1")
     run.create()
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     assert capsys.readouterr().out.startswith("fresh-1: its manager has not started yet")
-    assert app.run(["status", "--json"]) == 0
+    assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] is None
-    assert app.run(["list"]) == 0
+    assert main.run(["list"]) == 0
     assert "submitted" in capsys.readouterr().out
 
 
@@ -190,32 +190,30 @@ def test_a_journal_that_cannot_be_read_is_one_line_and_exit_code_2(
     run = Story("bad-1").written(root)
     completed("good-1").written(root)
     (run.journal / "000009-000001.seg").write_bytes(b"something that is no journal at all")
-    assert app.run(["status", "bad-1"]) == 2
+    assert main.run(["status", "bad-1"]) == 2
     told = capsys.readouterr().err
     assert "not a journal of rrl" in told
     assert told.count("\n") == 1
-    assert app.run(["list"]) == 0  # and it does not hide the others
+    assert main.run(["list"]) == 0  # and it does not hide the others
     shown = capsys.readouterr().out
     assert "unreadable" in shown
     assert "good-1" in shown
 
 
 def test_list_gives_stable_keys_as_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["list"]) == 0
+    assert main.run(["list"]) == 0
     assert capsys.readouterr().out == f"no runs in {root}\n"
     completed("aaa-1").written(root)
-    assert app.run(["list", "--json"]) == 0
+    assert main.run(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert set(row) == {"run", "name", "outcome", "standing", "step", "steps", "reward", "recoveries", "started",
                         "ended", "run_dir"}  # fmt: skip
     assert (row["run"], row["outcome"], row["step"], row["recoveries"]) == ("aaa-1", "completed", 12, 1)
 
 
-def test_runs_dir_comes_before_the_environment(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_dir_comes_before_the_environment(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed("else-1").written(tmp_path / "elsewhere")
-    assert app.run(["--runs-dir", str(tmp_path / "elsewhere"), "status"]) == 0
+    assert main.run(["--runs-dir", str(tmp_path / "elsewhere"), "status"]) == 0
     assert capsys.readouterr().out.startswith("else-1")
 
 
@@ -223,7 +221,7 @@ def test_runs_dir_comes_before_the_environment(
 def test_check_prints_the_resolved_spec_and_the_plan_and_touches_nothing(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["check", job_toml]) == 0
+    assert main.run(["check", job_toml]) == 0
     shown = capsys.readouterr().out
     assert 'walltime = "1d"' in shown
     assert "rrl.roles.trainer.main" in shown
@@ -232,7 +230,7 @@ def test_check_prints_the_resolved_spec_and_the_plan_and_touches_nothing(
 
 
 def test_check_as_json_has_the_resolved_job_and_the_plan(job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["check", job_toml, "--json"]) == 0
+    assert main.run(["check", job_toml, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["job"]["cluster"]["walltime"] == 86400
     assert [set(part) for part in told["plan"]] == [{"title", "text"}] * len(told["plan"])
@@ -243,18 +241,16 @@ def test_an_option_that_rrl_sets_itself_is_refused_before_anything_starts(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     Path(job_toml).write_text(JOB.replace('"local"', '"slurm"') + "[slurm]\nnodes = 3\n")
-    assert app.run([command, job_toml]) == 2
+    assert main.run([command, job_toml]) == 2
     told = capsys.readouterr().err
     assert "'nodes' is set by rrl itself" in told
     assert told.count("\n") == 1
     assert not root.exists()
 
 
-def test_a_wrong_spec_is_told_line_by_line(
-    root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_spec_is_told_line_by_line(root: Path, job_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(job_toml).write_text(JOB.replace("replicas", "replica").replace("steps = 10", "steps = 0"))
-    assert app.run(["submit", job_toml]) == 2
+    assert main.run(["submit", job_toml]) == 2
     assert said(capsys) == (
         "",
         f"{job_toml}:3: run.steps: must be at least 1, not 0\n"
@@ -284,7 +280,7 @@ def test_submit_prints_the_id_alone_on_stdout(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _pretends(monkeypatch, root, Story("small-7"))
-    assert app.run(["submit", job_toml]) == 0
+    assert main.run(["submit", job_toml]) == 0
     assert said(capsys) == ("small-7\n", "watch it with: rrl status small-7 --live\n")
 
 
@@ -292,7 +288,7 @@ def test_submit_as_json_names_run_and_folder(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _pretends(monkeypatch, root, Story("small-7"))
-    assert app.run(["submit", job_toml, "--json"]) == 0
+    assert main.run(["submit", job_toml, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"run": "small-7", "run_dir": f"{root}/small-7"}
 
 
@@ -303,11 +299,11 @@ def test_a_run_that_is_waited_for_ends_in_a_summary_and_its_exit_code(
     outcome: Outcome, code: int,
 ) -> None:  # fmt: skip
     _pretends(monkeypatch, root, Story("small-7").works().ends(outcome, "so it was told"))
-    assert app.run(["submit", job_toml, how]) == code
+    assert main.run(["submit", job_toml, how]) == code
     shown = capsys.readouterr().out
     assert f"small-7: {outcome.value}, step 12/40, reward 0.94" in shown
     assert f"small-7  ● {outcome.value}   12 steps in 44s" in shown
-    assert app.run(["--runs-dir", str(root / how), "submit", job_toml, how, "--json"]) == 2  # the run is there already
+    assert main.run(["--runs-dir", str(root / how), "submit", job_toml, how, "--json"]) == 2  # the run is there already
 
 
 @pytest.mark.parametrize("how", ["--wait", "--foreground"])
@@ -315,7 +311,7 @@ def test_waiting_with_json_leaves_only_the_summary_on_stdout(
     root: Path, job_toml: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     _pretends(monkeypatch, root, completed("small-7"))
-    assert app.run(["submit", job_toml, how, "--json"]) == 0
+    assert main.run(["submit", job_toml, how, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "completed"
 
 
@@ -326,7 +322,7 @@ def test_a_start_that_fails_is_one_line_and_exit_code_1_and_leaves_nothing(
         raise RuntimeError("sbatch: error: Socket timed out")
 
     monkeypatch.setattr(starting, "start_manager", refused)
-    assert app.run(["submit", job_toml]) == 1
+    assert main.run(["submit", job_toml]) == 1
     assert capsys.readouterr().err == "rrl: the run could not be started: sbatch: error: Socket timed out\n"
     assert list(root.iterdir()) == []
 
@@ -335,7 +331,7 @@ def test_a_folder_of_runs_that_cannot_be_written_is_one_line_and_exit_code_2(
     tmp_path: Path, job_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()  # root may write everywhere, but not below a file
-    assert app.run(["--runs-dir", f"{tmp_path}/file/runs", "submit", job_toml]) == 2
+    assert main.run(["--runs-dir", f"{tmp_path}/file/runs", "submit", job_toml]) == 2
     told = capsys.readouterr().err
     assert told == (f"rrl: no run can be made in {tmp_path}/file/runs: Not a directory; name"
                     " another folder with --runs-dir\n")  # fmt: skip
@@ -348,7 +344,7 @@ def test_a_disk_that_is_full_is_one_line_and_exit_code_2_and_leaves_nothing(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(starting, "write_atomically", full)
-    assert app.run(["submit", job_toml]) == 2
+    assert main.run(["submit", job_toml]) == 2
     told = capsys.readouterr().err
     assert "No space left on device" in told
     assert told.count("\n") == 1
@@ -357,7 +353,7 @@ def test_a_disk_that_is_full_is_one_line_and_exit_code_2_and_leaves_nothing(
 
 def test_a_run_that_has_ended_gets_no_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed("small-7").written(root)
-    assert app.run(["manage", "small-7"]) == 2
+    assert main.run(["manage", "small-7"]) == 2
     assert capsys.readouterr().err == "rrl: small-7 has ended already: completed\n"
 
 
@@ -366,7 +362,7 @@ def test_as_a_process_codes_and_streams_are_the_same(root: Path, job_toml: str) 
     completed("small-7").written(root)
 
     def rrl(*arguments: str) -> subprocess.CompletedProcess[str]:
-        code = f"import sys; from rrl.cli.app import main; sys.argv[1:] = {list(arguments)!r}; main()"
+        code = f"import sys; from rrl.cli.main import main; sys.argv[1:] = {list(arguments)!r}; main()"
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
     good, bad, wrong = rrl("status"), rrl("status", "nope"), rrl("check", f"{job_toml}/x")
@@ -379,7 +375,7 @@ def test_as_a_process_codes_and_streams_are_the_same(root: Path, job_toml: str) 
 def test_status_of_a_finished_run_imports_nothing_heavy(root: Path) -> None:
     completed("small-7").written(root)
     code = (
-        "import sys; from rrl.cli.app import run; assert run(['status']) == 0;"
+        "import sys; from rrl.cli.main import run; assert run(['status']) == 0;"
         "heavy = {'pydantic', 'tomlkit', 'tomllib', 'zmq', 'jinja2', 'typer', 'submitit', 'torch', 'asyncio', 'numpy'};"
         "sys.exit(' '.join(heavy & set(sys.modules)) or 0)"
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli import app
-from rrl.manager.journal import Journal
-from rrl.manager.lease import Holder
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Outcome
+from rrl.cli import main
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Outcome
+from rrl.manager.storage.journal import Journal
+from rrl.manager.storage.lease import Holder
 from rrl.tests.cli.story import Story, completed, job_view
 from rrl.tests.cli.waiting import eventually
 
@@ -30,13 +30,13 @@ def letters(run: RunDir) -> list[Path]:
 
 def test_cancel_leaves_one_letter_for_the_manager(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story(RUN).works().written(root)
-    assert app.run(["cancel", RUN, "--no-wait"]) == 0
+    assert main.run(["cancel", RUN, "--no-wait"]) == 0
     assert capsys.readouterr().out == f"{RUN}: its manager is asked to end it\n"
     (letter,) = letters(run)
     told = json.loads(letter.read_text())
     assert told["command"] == "cancel"
     assert told["by"]
-    assert app.run(["cancel", RUN, "--no-wait"]) == 0
+    assert main.run(["cancel", RUN, "--no-wait"]) == 0
     assert len(letters(run)) == 2  # never in each other's place
 
 
@@ -44,7 +44,7 @@ def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: py
     story = Story(RUN).works()
     run = story.written(root)
     codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(app.run(["cancel", RUN])), daemon=True)
+    waiting = threading.Thread(target=lambda: codes.append(main.run(["cancel", RUN])), daemon=True)
     waiting.start()
     eventually(lambda: bool(letters(run)))
     letters(run)[0].unlink()
@@ -61,7 +61,7 @@ def test_cancel_waits_until_the_manager_has_ended_the_run(root: Path, capsys: py
 
 def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = completed(RUN).written(root)
-    assert app.run(["cancel", RUN]) == 0
+    assert main.run(["cancel", RUN]) == 0
     assert capsys.readouterr().out == f"{RUN} has ended already: completed\n"
     assert not letters(run)
 
@@ -74,7 +74,7 @@ def test_without_a_living_manager_cancel_says_how_to_start_one(
     job = msgspec.structs.replace(job, limits=msgspec.structs.replace(job.limits, lease=0.3))
     run = Story(RUN, job).works().written(root)
     (run.epochs / "000001").write_bytes(msgspec.json.encode(Holder("elsewhere", 1, 17)))  # its counter stands still
-    assert app.run(["cancel", RUN]) == 1
+    assert main.run(["cancel", RUN]) == 1
     told = capsys.readouterr().err
     assert f"no manager of {RUN} is alive to end it; start one, which will do so: rrl manage {RUN}" in told
     assert hint in told

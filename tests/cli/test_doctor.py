@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
+from rrl.cli import main
+from rrl.cli.doctor import collect
 from rrl.cli.doctor import command as doctor
-from rrl.cli.doctor import readers
 from rrl.cli.doctor.facts import Facts, Wanted
-from rrl.roles.host import Unread
-from rrl.spec.load import load_job
-from rrl.spec.rundir import RUNS_ENV
+from rrl.config.job.load import load_job
+from rrl.core.run_dir import RUNS_ENV
+from rrl.roles.node_probe.host import Unread
 from rrl.tests.cli import findings
 
 
@@ -33,28 +33,26 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_without_slurm_the_doctor_says_what_works_and_changes_nothing(
     alone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["doctor"]) == 0
+    assert main.run(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert 'kind = "local" works' in shown
     assert "0 FAIL" in shown
     assert list(alone.rglob("*")) == [alone / "home"]
 
 
-def test_slurms_commands_without_a_cluster_are_no_slurm(
-    alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slurms_commands_without_a_cluster_are_no_slurm(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "slurm_load_ctl_conf error: Could not establish a configuration source"
     for name in ("sbatch", "scontrol", "sacctmgr"):
         (alone / name).write_text(f"#!/bin/sh\necho '{said}' >&2; exit 1\n")
         (alone / name).chmod(0o755)
-    assert app.run(["doctor", "--yes"]) == 0
+    assert main.run(["doctor", "--yes"]) == 0
     shown = capsys.readouterr().out
     assert "no cluster is configured" in shown
     assert "compute node" not in shown
 
 
 def test_as_json_the_checks_and_their_facts_are_one_document(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["doctor", "--json"]) == 0
+    assert main.run(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told) == {"checks", "facts"}
     assert [set(check) for check in told["checks"]] == [{"name", "verdict", "found", "fix"}] * len(told["checks"])
@@ -66,7 +64,7 @@ def test_a_folder_of_runs_that_cannot_be_written_is_a_failure(
     alone: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, "/proc/runs")
-    assert app.run(["doctor"]) == 1
+    assert main.run(["doctor"]) == 1
     assert "FAIL    writable   /proc: No such file or directory" in capsys.readouterr().out
 
 
@@ -76,8 +74,8 @@ def test_a_reader_that_never_answers_leaves_the_others_their_say(
     def broken(root: Path) -> object:
         raise TimeoutError("no answer within 5 s")
 
-    monkeypatch.setattr(readers, "read_storage", broken)
-    assert app.run(["doctor"]) == 0
+    monkeypatch.setattr(collect, "read_storage", broken)
+    assert main.run(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "UNKNOWN 4 checks   no answer within 5 s (writable, kind, space, durable)" in shown
     assert "OK      machine" in shown
@@ -94,7 +92,7 @@ def test_with_consent_a_job_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         return Unread("no node is free")
 
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
-    monkeypatch.setattr("rrl.cli.doctor.visit.visit", visit)
+    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit", visit)
     assert doctor.found(Wanted(), consent=True, ask=False).node == Unread("no node is free")
     assert "a job looks at a node" in capsys.readouterr().err
 
@@ -117,7 +115,7 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
         return answer
 
     monkeypatch.setattr(doctor, "read_facts", lambda wanted: findings.facts(node=None))
-    monkeypatch.setattr("rrl.cli.doctor.visit.visit", lambda facts: Unread("looked"))
+    monkeypatch.setattr("rrl.cli.doctor.node_visit.visit", lambda facts: Unread("looked"))
     monkeypatch.setattr("builtins.input", said)
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys, "stdout", Terminal())
@@ -127,35 +125,35 @@ def test_somebody_at_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, answer
 
 # ── init ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_init_writes_a_job_that_check_takes(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["init"]) == 0
+    assert main.run(["init"]) == 0
     assert capsys.readouterr().out == "job.toml is written; see what it would start: rrl check job.toml\n"
     assert load_job(alone / "job.toml").cluster.kind == "local"
-    assert app.run(["check", "job.toml"]) == 0
+    assert main.run(["check", "job.toml"]) == 0
 
 
 def test_init_never_replaces_a_file_unasked(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (alone / "mine.toml").write_text("mine")
-    assert app.run(["init", "--out", "mine.toml"]) == 2
+    assert main.run(["init", "--out", "mine.toml"]) == 2
     told = capsys.readouterr().err
     assert told == "rrl: mine.toml is there already; name another file with --out, or replace it with --force\n"
     assert (alone / "mine.toml").read_text() == "mine"
-    assert app.run(["init", "--out", "mine.toml", "--force"]) == 0
+    assert main.run(["init", "--out", "mine.toml", "--force"]) == 0
     assert load_job(alone / "mine.toml").run.name == "quickstart"
     (alone / "dangling.toml").symlink_to(alone / "nowhere")
-    assert app.run(["init", "--out", "dangling.toml"]) == 2
+    assert main.run(["init", "--out", "dangling.toml"]) == 2
     assert sorted(path.name for path in alone.iterdir()) == ["dangling.toml", "home", "mine.toml"]
 
 
 def test_init_where_nothing_can_be_written_is_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--force"]):
-        assert app.run(["init", "--out", "absent/job.toml", *flags]) == 2
+        assert main.run(["init", "--out", "absent/job.toml", *flags]) == 2
         told = "rrl: absent/job.toml: there is no folder absent; make it first, or name another file with --out\n"
         assert capsys.readouterr().err == told
 
 
 def test_nothing_heavy_is_imported_to_answer() -> None:
     code = (
-        "import sys; from rrl.cli import app; app.run(['doctor', '--no']);"
+        "import sys; from rrl.cli import main as app; app.run(['doctor', '--no']);"
         " print('\\n', *{'torch', 'ucxx', 'vllm', 'submitit', 'transformers', 'pynvml'} & set(sys.modules))"
     )
     env = os.environ | {"PATH": "/nonexistent"}

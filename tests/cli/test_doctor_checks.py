@@ -10,17 +10,30 @@ import pytest
 import typer.main
 
 from rrl.cli.commands import app
-from rrl.cli.doctor.checks import judge
+from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
+from rrl.cli.doctor.command import judge
 from rrl.cli.doctor.facts import Accounts, Check, Facts, Partition, Partitions, Slurm, Trials, Wanted
-from rrl.cli.doctor.meanings import GROUPS, MEANINGS
-from rrl.cli.views.doctor import doctor_view, tally
+from rrl.cli.views.checks import doctor_view, tally
+from rrl.config.job.load import table_at
+from rrl.core.types import Verdict
 from rrl.docs import make_doctor
-from rrl.manager.cluster import NodeState
-from rrl.manager.cluster.slurm_limits import Limit, SeenLimits
-from rrl.roles.host import Dcgm, Ended, Host, Limits, Machine, Network, Nvml, Scratch, Torch, Ucx, Unread, UnreadCause
-from rrl.roles.probe_node import Reached
-from rrl.spec.load import table_at
-from rrl.spec.words import Verdict
+from rrl.manager.cluster.base import NodeState
+from rrl.manager.cluster.slurm.limits import Limit, SeenLimits
+from rrl.roles.node_probe.host import (
+    Dcgm,
+    Ended,
+    Host,
+    Limits,
+    Machine,
+    Network,
+    Nvml,
+    Scratch,
+    Torch,
+    Ucx,
+    Unread,
+    UnreadCause,
+)
+from rrl.roles.node_probe.main import Reached
 from rrl.tests.cli import findings
 from rrl.tests.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
 from rrl.tests.cli.pictures import drawn, same_as_kept
@@ -370,5 +383,3 @@ def test_what_slurm_says_is_never_taken_for_markup() -> None:
 def test_the_verdicts_are_counted() -> None:
     told = tally([Check("a.b", WARN, ""), Check("a.c", WARN, ""), Check("a.d", OK, "")])
     assert told == "1 OK, 2 WARN, 0 FAIL, 0 UNKNOWN"
-
-

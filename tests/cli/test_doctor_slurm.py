@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rrl.cli.doctor import visit as visiting
+from rrl.cli.doctor import node_visit as visiting
+from rrl.cli.doctor.collect import read_facts
 from rrl.cli.doctor.facts import Facts, Visit, Wanted
-from rrl.cli.doctor.readers import read_facts
-from rrl.roles.host import Unread
-from rrl.spec.rundir import RUNS_ENV
+from rrl.core.run_dir import RUNS_ENV
+from rrl.roles.node_probe.host import Unread
 from rrl.tests.lab.runs import RRL
 from rrl.tests.lab.slurm import SlurmLab
 
@@ -82,9 +82,7 @@ def test_with_consent_a_node_is_looked_at_and_nothing_is_left(lab: SlurmLab, env
     assert not Path(env[RUNS_ENV]).exists()
 
 
-def test_without_consent_nothing_is_known_of_nodes_and_nothing_is_submitted(
-    lab: SlurmLab, env: dict[str, str]
-) -> None:
+def test_without_consent_nothing_is_known_of_nodes_and_nothing_is_submitted(lab: SlurmLab, env: dict[str, str]) -> None:
     code, checks = doctor(lab, env)
     failed = {name for name, verdict in verdicts(checks).items() if verdict == "FAIL"}
     assert failed <= MAY_FAIL
@@ -158,7 +156,9 @@ def test_where_every_node_is_busy_no_job_is_submitted(lab: SlurmLab, env: dict[s
 
 
 def test_a_folder_that_nodes_do_not_see_is_found_out_over_the_network(lab: SlurmLab, env: dict[str, str]) -> None:
-    script = visiting._SCRIPT.replace("rrl.roles.probe_node {folder}", "rrl.roles.probe_node {folder}/elsewhere")
+    script = visiting._SCRIPT.replace(
+        "rrl.roles.node_probe.main {folder}", "rrl.roles.node_probe.main {folder}/elsewhere"
+    )
     _visit(lab, env, "visited n1: No such file or directory", _SCRIPT=script)
     no_jobs(lab)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.cli.doctor import slurm_text as text
+from rrl.cli.doctor import slurm_output as text
 from rrl.cli.doctor.facts import Accounts, Node, Partition
-from rrl.manager.cluster import NodeState
-from rrl.manager.cluster.slurm_shapes import gpus_by_type
-from rrl.manager.cluster.slurm_text import Unreadable
+from rrl.manager.cluster.base import NodeState
+from rrl.manager.cluster.slurm.parsing import Unreadable
+from rrl.manager.cluster.slurm.requests import gpus_by_type
 from rrl.tests.cli.findings import RECORDED
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
-from rrl.manager import events as ev
-from rrl.manager.actions import Drain, Exclude, Readmit, Undrain, Why
-from rrl.manager.cluster import NodeSeen, NodeState
-from rrl.manager.journal import Journal
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import NodeName, Outcome
+from rrl.cli import main
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import NodeName, Outcome
+from rrl.manager.cluster.base import NodeSeen, NodeState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Drain, Exclude, Readmit, Undrain, Why
+from rrl.manager.storage.journal import Journal
 from rrl.tests.cli.story import Story, completed, job_view
 from rrl.tests.cli.waiting import eventually
 
@@ -47,7 +47,7 @@ def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) 
     """The exit code, where the manager does this once it has taken the letter."""
     run = story.written(root)
     codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(app.run(arguments)), daemon=True)
+    waiting = threading.Thread(target=lambda: codes.append(main.run(arguments)), daemon=True)
     waiting.start()
     eventually(lambda: bool(letters(run)))
     told = len(story.stamped)
@@ -63,12 +63,10 @@ def answered(story: Story, root: Path, arguments: list[str], *events: ev.Event) 
 
 
 @pytest.mark.parametrize("command", ["drain", "undrain"])
-def test_one_letter_is_left_for_the_manager(
-    root: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_one_letter_is_left_for_the_manager(root: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     run = works().written(root)
     flags = ["--reason", "fan is loud"] if command == "drain" else []
-    assert app.run([command, RUN, "n3", *flags, "--no-wait"]) == 0
+    assert main.run([command, RUN, "n3", *flags, "--no-wait"]) == 0
     assert capsys.readouterr().out == f"{RUN}: its manager is asked to {command} n3\n"
     (letter,) = letters(run)
     told = json.loads(letter.read_text())
@@ -82,18 +80,18 @@ def test_what_is_no_node_of_the_run_is_said_in_one_line(
     root: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     run = works().written(root)
-    assert app.run([command, RUN, "n99"]) == 2
+    assert main.run([command, RUN, "n99"]) == 2
     assert capsys.readouterr().err == 'rrl: no node "n99" in this run; it has n1, n2, n3, n4, n5\n'
     assert not letters(run)
 
 
 def test_a_run_that_has_ended_or_not_begun_has_no_nodes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completed(RUN).written(root)
-    assert app.run(["drain", RUN, "n3"]) == 2
+    assert main.run(["drain", RUN, "n3"]) == 2
     assert capsys.readouterr().err == f"rrl: {RUN} is completed: it needs no node any more\n"
     fresh = RunDir(root / "fresh-1")
     fresh.create()
-    assert app.run(["drain", "fresh-1", "n3"]) == 2
+    assert main.run(["drain", "fresh-1", "n3"]) == 2
     assert "fresh-1 has not begun yet" in capsys.readouterr().err
 
 
@@ -134,7 +132,7 @@ def test_who_moves_first_is_told_while_it_waits(root: Path, capsys: pytest.Captu
     story = works()
     run = story.written(root)
     codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(app.run(["drain", RUN, "n3"])), daemon=True)
+    waiting = threading.Thread(target=lambda: codes.append(main.run(["drain", RUN, "n3"])), daemon=True)
     waiting.start()
     eventually(lambda: bool(letters(run)))
     told = len(story.stamped)

@@ -7,8 +7,9 @@ from datetime import datetime
 
 import pytest
 
-from rrl.cli import app, node_drains
-from rrl.manager.cluster.slurm_commands import Ended
+from rrl.cli import main
+from rrl.cli.health import node_drains
+from rrl.manager.cluster.slurm.commands import Ended
 
 
 class Cluster:
@@ -56,7 +57,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def drain(node: str = "n5") -> int:
-    return app.run(["health", "drain-node", "--node", node, "--why", "mounts: /scratch hangs"])
+    return main.run(["health", "drain-node", "--node", node, "--why", "mounts: /scratch hangs"])
 
 
 def test_a_node_is_drained_with_a_reason_of_the_hooks(cluster: Cluster) -> None:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
-from rrl.cli.failures import Failure, failures
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Rung, StopStep, Why
-from rrl.manager.fold_marks import DRAIN
-from rrl.spec.faults import FaultKind
-from rrl.spec.launch import ExitReason
-from rrl.spec.loglines import stamp
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.cli import main
+from rrl.cli.logs.failures import Failure, failures
+from rrl.core.faults import FaultKind
+from rrl.core.launch import ExitReason
+from rrl.core.log_lines import stamp
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Rung, StopStep, Why
+from rrl.manager.model.reduce_nodes import DRAIN
 from rrl.tests.cli.story import BEGAN, Story
 
 RUN = "small-7"
@@ -52,9 +52,11 @@ def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
     write(run, "rollout-0.1.shipped-1.log", (40, "torch.OutOfMemoryError: CUDA out of memory"))
     write(run, "rollout-0.2.log", (50, "well"))
     write(run, "rollout-1.1.log", (50, "well"))
-    assert app.run(["logs", RUN, "--failed", "-n", "2"]) == 0
+    assert main.run(["logs", RUN, "--failed", "-n", "2"]) == 0
     assert at == 43
-    assert capsys.readouterr().out == """\
+    assert (
+        capsys.readouterr().out
+        == """\
 01-15 08:00:43.000 rollout/0#1 on n3 failed
     its step ended: signal 9 (SIGKILL), signalled
     exit_record: step: its step ended by signal 9 (SIGKILL)
@@ -64,15 +66,16 @@ def test_each_failure_is_shown_with_what_was_found_and_the_last_lines_before_it(
     then: restart in place; rollout/0#2 was at work 4.8 s later
 
 """
-    assert app.run(["logs", RUN, "rollout/1", "--failed"]) == 0
+    )
+    assert main.run(["logs", RUN, "rollout/1", "--failed"]) == 0
     assert capsys.readouterr().out == "nothing of rollout/1 has failed\n"
-    assert app.run(["logs", RUN, "rollout/0", "--failed", "--json", "--grep", "memory"]) == 0
+    assert main.run(["logs", RUN, "rollout/0", "--failed", "--json", "--grep", "memory"]) == 0
     [told] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (told["life"], told["node"], told["rung"], told["back"]) == (
         "rollout/0#1", "n3", "restart in place", "rollout/0#2",
     )  # fmt: skip
     assert [line["text"] for line in told["lines"]] == ["torch.OutOfMemoryError: CUDA out of memory"]
-    assert app.run(["logs", RUN, "--failed", "--since", "2027-01-15T08:00:44"]) == 0
+    assert main.run(["logs", RUN, "--failed", "--since", "2027-01-15T08:00:44"]) == 0
     assert capsys.readouterr().out == "nothing has failed since then\n"
 
 
@@ -83,14 +86,17 @@ def test_of_a_life_that_never_spoke_its_launcher_is_heard(
     step = story.told().replica(story.life("rollout/0").replica).step or ""
     run = written(story.tell(ev.Done(step, False, "srun: refused")), tmp_path, monkeypatch)
     (run.logs / f"{RUN}.rollout-0.1.step.log.srun").write_text("srun: error: Unable to create step: Invalid gres\n")
-    assert app.run(["logs", RUN, "--failed"]) == 0
-    assert capsys.readouterr().out == """\
+    assert main.run(["logs", RUN, "--failed"]) == 0
+    assert (
+        capsys.readouterr().out
+        == """\
 01-15 08:00:00.000 rollout/0#1 on n3 failed
     not launched: srun: refused
     it never spoke; its launcher said:
   rollout/0#1 srun | srun: error: Unable to create step: Invalid gres
 
 """
+    )
 
 
 def test_of_a_life_that_went_on_the_lines_before_its_finding_are_shown(
@@ -104,7 +110,7 @@ def test_of_a_life_that_went_on_the_lines_before_its_finding_are_shown(
     story.tell(ev.FindingChanged(finding))
     run = written(story, tmp_path, monkeypatch)
     write(run, "rollout-0.1.log", (1, "long ago"), (story.at, "stuck"), (story.at + 100, "moves again"))
-    assert app.run(["logs", RUN, "--failed", "-n", "1"]) == 0
+    assert main.run(["logs", RUN, "--failed", "-n", "1"]) == 0
     out = capsys.readouterr().out
     assert "| 01-15 08:00:43.000 stuck\n" in out
     assert "moves again" not in out
@@ -115,7 +121,7 @@ def test_following_failures_makes_no_sense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(Story(RUN).works(), tmp_path, monkeypatch)
-    assert app.run(["logs", RUN, "--failed", "-f"]) == 2
+    assert main.run(["logs", RUN, "--failed", "-f"]) == 2
     assert capsys.readouterr().err == (
         "rrl: --failed tells what has happened, --follow what comes: ask for one of them\n"
     )

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli.asking import Failed
-from rrl.cli.following import follow
-from rrl.manager.journal import Journal
-from rrl.manager.ledger import write_summary
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Outcome
+from rrl.cli.common.runs import Failed
+from rrl.cli.run.follow import follow
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Outcome
+from rrl.manager.reporting.summary import write_summary
+from rrl.manager.storage.journal import Journal
 from rrl.tests.cli.story import Story, completed
 from rrl.tests.cli.waiting import Output, eventually
 
@@ -31,7 +31,7 @@ class Terminal:
         self._mine, theirs = pty.openpty()
         # Whoever runs the tests in the background of a shell has SIGINT ignored, and so would this process.
         heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-        code = f"{heeds}; import sys; from rrl.cli.app import main; sys.argv[1:] = ['status', '--live']; main()"
+        code = f"{heeds}; import sys; from rrl.cli.main import main; sys.argv[1:] = ['status', '--live']; main()"
         environment = os.environ | {"RRL_RUNS_DIR": str(root), "COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
@@ -134,7 +134,7 @@ def test_without_a_terminal_each_change_of_a_replica_is_one_line(
 def test_waiting_gives_up_when_nothing_here_could_ever_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.cli.following.SILENT", 0.01)
+    monkeypatch.setattr("rrl.cli.run.follow.SILENT", 0.01)
     run = Story(RUN).works().written(tmp_path)  # it has no manager and no lease
     Output(monkeypatch)
     with pytest.raises(Failed, match=rf"the manager of {RUN} is gone .* rrl manage {RUN}"):

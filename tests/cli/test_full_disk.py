@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from rrl.spec.rundir import RUNS_ENV
-from rrl.spec.words import Outcome
+from rrl.core.run_dir import RUNS_ENV
+from rrl.core.types import Outcome
 from rrl.tests.cli.story import Story, job_view
 from rrl.tests.lab.mounts import own_mounts
 from rrl.tests.lab.runs import light_job
@@ -36,7 +36,7 @@ with open(disk / "filler", "wb", buffering=0) as filler:
             pass
     except OSError:
         pass
-os.execv(sys.executable, [sys.executable, "-c", "from rrl.cli.app import main; main()", *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, "-c", "from rrl.cli.main import main; main()", *sys.argv[2:]])
 """
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
-from rrl.cli.health_check import _of_job
-from rrl.cli.views.health_check import headline, health_check_view
-from rrl.health.check import check_node, mounts_within, overall
-from rrl.health.readers import ReaderOptions
-from rrl.health.readings import GpuProcess, HostData, NvmlData, Reading
-from rrl.health.seen import EVERY
-from rrl.spec.health_checks import CONFIG_ENV, Expect, Rules
-from rrl.spec.words import Verdict
+from rrl.cli import main
+from rrl.cli.health.check import _of_job
+from rrl.cli.views.checks import headline, health_check_view
+from rrl.config.health_rules import CONFIG_ENV, Expect, Rules
+from rrl.core.types import Verdict
+from rrl.health.checks.node_state import EVERY
+from rrl.health.node_check import check_node, mounts_within, overall
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.samples import GpuProcess, HostData, NvmlData, Reading
 from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.health.looked_at import LookedAt, gpu, host
 from rrl.tests.lab.mounts import can_hang, own_mounts
@@ -43,7 +43,7 @@ def rules(tmp_path: Path, text: str) -> list[str]:
 
 # ── exit codes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_healthy_node_without_gpus_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(MOUNTS) == 0
+    assert main.run(MOUNTS) == 0
     assert capsys.readouterr().out.startswith("OK ")
 
 
@@ -59,8 +59,8 @@ def test_each_verdict_has_its_exit_code_and_a_prolog_fails_for_fail_only(
     tmp_path: Path, text: str, code: int, in_prolog: int
 ) -> None:
     where = rules(tmp_path, text)
-    assert app.run([*MOUNTS, *where]) == code
-    assert app.run([*MOUNTS, *where, "--prolog"]) == in_prolog
+    assert main.run([*MOUNTS, *where]) == code
+    assert main.run([*MOUNTS, *where, "--prolog"]) == in_prolog
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_each_verdict_has_its_exit_code_and_a_prolog_fails_for_fail_only(
 def test_a_check_that_is_called_wrongly_says_so_in_a_line_and_condemns_nobody(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["health", "check", *wrong]) == 3
+    assert main.run(["health", "check", *wrong]) == 3
     told = capsys.readouterr().err
-    assert app.run(["health", "check", "--prolog", *wrong]) == 0
+    assert main.run(["health", "check", "--prolog", *wrong]) == 0
     assert told.startswith("rrl: ")
     assert told.count("\n") == 1
 
 
 def test_a_mistake_in_the_rules_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run([*MOUNTS, *rules(tmp_path, "[gpu]\nhott = 1\n")]) == 3
+    assert main.run([*MOUNTS, *rules(tmp_path, "[gpu]\nhott = 1\n")]) == 3
     assert 'rules.toml:2: gpu.hott: unknown key; did you mean "hot"?' in capsys.readouterr().err
-    assert app.run([*MOUNTS, *rules(tmp_path, '[checks]\ngpu_lots = "off"\n')]) == 3
+    assert main.run([*MOUNTS, *rules(tmp_path, '[checks]\ngpu_lots = "off"\n')]) == 3
     assert 'checks.gpu_lots: no such check; did you mean "gpu_lost"?' in capsys.readouterr().err
 
 
@@ -127,7 +127,7 @@ def test_the_hooks_give_a_check_the_time_to_be_sure_of_a_mount_that_hangs() -> N
 def test_json_has_the_verdict_and_every_finding_with_times_that_others_understand(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert app.run([*MOUNTS, "--mount", "/no/such", "--json"]) == 2
+    assert main.run([*MOUNTS, "--mount", "/no/such", "--json"]) == 2
     told = json.loads(capsys.readouterr().out)
     assert (told["verdict"], told["code"]) == ("FAIL", 2)
     (failed,) = [one for one in told["findings"] if one["verdict"] == "FAIL"]
@@ -167,7 +167,7 @@ class Scripted:
 
 @pytest.fixture
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.health.check.PAUSE", 0.0)
+    monkeypatch.setattr("rrl.health.node_check.PAUSE", 0.0)
 
 
 def dead() -> HostData:
@@ -218,7 +218,7 @@ def test_a_driver_that_asks_for_a_reset_fails_the_check(tmp_path: Path, monkeypa
     for name, value in driver.env().items():
         monkeypatch.setenv(name, value)
     command = ["health", "check", "--checks", "gpu_count,gpu_recovery_action,gpu_ecc_uncorrected"]
-    assert app.run([*command, *rules(tmp_path, "[expect]\ngpus = 8\n")]) == 0
-    assert app.run([*command, *rules(tmp_path, "[expect]\ngpus = 9\n"), "--prolog"]) == 2
+    assert main.run([*command, *rules(tmp_path, "[expect]\ngpus = 8\n")]) == 0
+    assert main.run([*command, *rules(tmp_path, "[expect]\ngpus = 9\n"), "--prolog"]) == 2
     driver.set(3, "recovery_action", "node_reboot")
-    assert app.run([*command, "--prolog"]) == 2
+    assert main.run([*command, "--prolog"]) == 2

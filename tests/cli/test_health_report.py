@@ -13,21 +13,23 @@ from typing import Any
 
 import pytest
 
-from rrl.cli import app, health_report, node_drains
-from rrl.cli.views.health_drains import requests_view
-from rrl.cli.views.health_html import chart, page
+from rrl.cli import main
+from rrl.cli.health import node_drains
+from rrl.cli.health import report as health_report
+from rrl.cli.views.checks import requests_view
 from rrl.cli.views.health_report import figure, interval, report_view, to_paste
-from rrl.health import history_cache
-from rrl.health.drain_requests import open_requests
-from rrl.health.hardware import CHECKS
-from rrl.health.history_cache import Sources
-from rrl.health.rates import DAY, between
-from rrl.health.report import report
-from rrl.health.report_values import Day, DrainState, Report
-from rrl.manager.cluster.slurm_commands import Ended
-from rrl.manager.history_keeper import own_name
-from rrl.spec.health_checks import CONFIG_ENV
-from rrl.spec.rundir import HISTORY_ENV
+from rrl.cli.views.health_report_html import chart, page
+from rrl.config.health_rules import CONFIG_ENV
+from rrl.core.run_dir import HISTORY_ENV
+from rrl.health.checks.evaluate import CHECKS
+from rrl.health.history import cache as history_cache
+from rrl.health.history.cache import Sources
+from rrl.health.history.rates import DAY, between
+from rrl.health.report.drain_requests import open_requests
+from rrl.health.report.model import Day, DrainState, Report
+from rrl.health.report.site import report
+from rrl.manager.cluster.slurm.commands import Ended
+from rrl.manager.reporting.history_writer import own_name
 from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.cli.waiting import eventually
 from rrl.tests.health.site import ANNA, BEGAN, acted, began, found, held, told, week, write
@@ -177,14 +179,14 @@ SINCE = ["--since", "2020-01-01"]
 
 
 def test_the_table_is_printed_with_lines_to_paste(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["health", "report", "--history", str(history), *SINCE]) == 0
+    assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
     shown = capsys.readouterr().out
     assert "5 of infrastructure" in shown
     assert "\nscontrol update nodename=n3 state=drain reason='rrl:math-1: gpu: Xid 48: double-bit ECC error'\n" in shown
 
 
 def test_the_json_has_stable_names(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["health", "report", "--history", str(history), "--format", "json", *SINCE]) == 0
+    assert main.run(["health", "report", "--history", str(history), "--format", "json", *SINCE]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told) == {"report", "sources", "drains_unknown"}
     assert set(told["report"]) == {"version", "site", "nodes"}
@@ -201,7 +203,9 @@ def names(value: Any, before: str = "") -> set[str]:
 
 
 def test_one_node_is_told_alone(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["health", "report", "--history", str(history), "--node", "n[3,5]", "--format", "json", *SINCE]) == 0
+    assert (
+        main.run(["health", "report", "--history", str(history), "--node", "n[3,5]", "--format", "json", *SINCE]) == 0
+    )
     told = json.loads(capsys.readouterr().out)["report"]
     assert [one["node"] for one in told["nodes"]] == ["n3", "n5"]
     assert told["site"]["failures"] == 3
@@ -210,7 +214,7 @@ def test_one_node_is_told_alone(history: Path, capsys: pytest.CaptureFixture[str
 def test_a_page_is_written_to_a_file_that_others_may_read(history: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     command = ["health", "report", "--history", str(history), "--format", "html", "--output", str(out), *SINCE]
-    assert app.run(command) == 0
+    assert main.run(command) == 0
     assert Page(out.read_text()).open == []
     assert out.stat().st_mode & 0o777 == 0o644
 
@@ -219,7 +223,7 @@ def test_a_history_is_found_by_the_sites_variable(
     history: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(HISTORY_ENV, str(history))
-    assert app.run(["health", "report", *SINCE]) == 0
+    assert main.run(["health", "report", *SINCE]) == 0
     assert "n3" in capsys.readouterr().out
 
 
@@ -230,7 +234,7 @@ def test_where_no_cluster_answers_the_report_says_so(
         raise node_drains.NotAsked("scontrol: no answer within 10 s")
 
     monkeypatch.setattr(node_drains, "look", silent)
-    assert app.run(["health", "report", "--history", str(history), *SINCE]) == 0
+    assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
     assert "drains are not known: scontrol: no answer within 10 s" in capsys.readouterr().out
 
 
@@ -253,7 +257,7 @@ def test_where_no_cluster_answers_the_report_says_so(
 def test_what_cannot_be_meant_is_one_line(
     history: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert app.run(["health", *(str(history) if word == "HERE" else word for word in arguments)]) == 2
+    assert main.run(["health", *(str(history) if word == "HERE" else word for word in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err
@@ -263,14 +267,14 @@ def test_what_cannot_be_meant_is_one_line(
 def test_of_a_node_that_no_run_had_it_is_said_that_nothing_is_known(
     history: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["health", "report", "--history", str(history), "--node", "n3,n[98-99]", *SINCE]) == 0
+    assert main.run(["health", "report", "--history", str(history), "--node", "n3,n[98-99]", *SINCE]) == 0
     out, err = capsys.readouterr()
     assert err == "rrl: nothing is known of n[98-99]: no run had it in this time\n"
     assert "1 node of lab" in out
 
 
 def test_seven_days_are_seven_days(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["health", "report", "--history", str(history), "--since", "7d"]) == 0
+    assert main.run(["health", "report", "--history", str(history), "--since", "7d"]) == 0
     assert "(7d00h)" in capsys.readouterr().out
 
 
@@ -281,16 +285,16 @@ def test_why_slurm_was_not_asked_is_one_line() -> None:
 
 def test_what_is_not_believed_is_said(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(history, "nosuchuser", "r", [began(0, "r", "nosuchuser")])
-    assert app.run(["health", "report", "--history", str(history), *SINCE]) == 0
+    assert main.run(["health", "report", "--history", str(history), *SINCE]) == 0
     assert "not read:" in capsys.readouterr().err
 
 
 def test_requests_are_listed_as_lines_to_paste(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["health", "drain-requests", "--history", str(history), *SINCE]) == 0
+    assert main.run(["health", "drain-requests", "--history", str(history), *SINCE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("n3  gpu")
     assert lines[-1].startswith("scontrol update nodename=n3 state=drain reason=")
-    assert app.run(["health", "drain-requests", "--history", str(history), "--json", *SINCE]) == 0
+    assert main.run(["health", "drain-requests", "--history", str(history), "--json", *SINCE]) == 0
     (one,) = json.loads(capsys.readouterr().out)
     assert (one["node"], one["users"], one["drained"]) == ("n3", [ME], False)
 
@@ -300,17 +304,17 @@ def test_a_node_that_was_booted_since_is_not_drained_again(
 ) -> None:
     monkeypatch.setattr(node_drains, "look", lambda nodes: {one: DrainState("IDLE", booted=2e9) for one in nodes})
     common = ["health", "drain-requests", "--history", str(history), *SINCE]
-    assert app.run(common) == 0
+    assert main.run(common) == 0
     shown = capsys.readouterr().out
     assert "after it was asked for" in shown
     assert "scontrol" not in shown
-    assert app.run([*common, "--apply"]) == 0
+    assert main.run([*common, "--apply"]) == 0
     assert capsys.readouterr().out == "n3: was booted since it was asked for: not drained\n"
 
 
 def test_help_and_mistakes_need_nothing_heavy() -> None:
     code = (
-        "import sys; from rrl.cli.app import run; run(['health', '--help']); "
+        "import sys; from rrl.cli.main import run; run(['health', '--help']); "
         "print(*sorted({n.partition('.')[0] for n in sys.modules} & {'sqlite3', 'jinja2', 'prometheus_client', 'torch',"
         " 'zmq', 'ClusterShell'}), file=sys.stderr)"
     )

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from rrl.cli.doctor.facts import Accounts, Facts, Nodes, Partition, Partitions, Trials, Wanted
-from rrl.cli.init import job_toml, shape
-from rrl.manager.cluster import NodeState
-from rrl.roles.host import Network, Unread
-from rrl.spec.job import Job
-from rrl.spec.load import load_job
+from rrl.cli.job.init import job_toml, shape
+from rrl.config.job.load import load_job
+from rrl.config.job.schema import Job
+from rrl.manager.cluster.base import NodeState
+from rrl.roles.node_probe.host import Network, Unread
 from rrl.tests.cli import findings
 from rrl.tests.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli import app
-from rrl.manager import events as ev
-from rrl.manager.actions import Perform, Why
-from rrl.manager.journal import Journal
-from rrl.manager.lease import Holder
-from rrl.manager.mailbox import Letter, letters
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import NodeName, Outcome
+from rrl.cli import main
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import NodeName, Outcome
+from rrl.manager.intake.user_commands import Letter, letters
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Perform, Why
+from rrl.manager.storage.journal import Journal
+from rrl.manager.storage.lease import Holder
 from rrl.tests.cli.story import Story, completed, job_view
 from rrl.tests.cli.waiting import eventually
 
@@ -47,7 +47,7 @@ def goes_on(story: Story, run: RunDir, *events: ev.Event, epoch: int = 2) -> Non
 def test_an_order_is_a_letter_that_holds_the_whole_fault(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = allowing().written(root)
     words = ["inject", RUN, "freeze", "--target", "rollout/1", "--for", "5s", "--at", "step=20"]
-    assert app.run(words) == 0
+    assert main.run(words) == 0
     (letter,) = letters(run)
     assert letter.fault is not None
     assert letter == Letter("inject", letter.by, letter.id, letter.fault)
@@ -59,7 +59,7 @@ def test_an_order_is_a_letter_that_holds_the_whole_fault(root: Path, capsys: pyt
 def test_orders_never_share_an_id_and_are_told_as_json_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = allowing().written(root)
     for _ in range(2):
-        assert app.run(["inject", RUN, "exit", "--target", "reward/0", "--amount", "3", "--json"]) == 0
+        assert main.run(["inject", RUN, "exit", "--target", "reward/0", "--amount", "3", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["run"], told["kind"], told["target"], told["amount"]) == (RUN, "exit", "reward/0", 3.0)
     assert len({letter.fault.id for letter in letters(run) if letter.fault is not None}) == 2
@@ -69,7 +69,7 @@ def test_orders_never_share_an_id_and_are_told_as_json_too(root: Path, capsys: p
 def test_a_role_or_nothing_is_one_replica_and_a_seed_draws_the_same_again(root: Path, target: list[str]) -> None:
     run = allowing().written(root)
     for seed in "1111111123456789":
-        assert app.run(["inject", RUN, "kill", *target, "--seed", seed]) == 0
+        assert main.run(["inject", RUN, "kill", *target, "--seed", seed]) == 0
     drawn = [letter.fault.target for letter in letters(run) if letter.fault is not None]
     assert len(set(drawn[:8])) == 1
     assert len(set(drawn)) > 1
@@ -98,7 +98,7 @@ def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
     root: Path, capsys: pytest.CaptureFixture[str], words: list[str], why: str
 ) -> None:
     run = allowing().written(root)
-    assert app.run(["inject", RUN, *words]) == 2
+    assert main.run(["inject", RUN, *words]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("rrl: ")
@@ -109,7 +109,7 @@ def test_a_fault_that_cannot_be_is_refused_in_one_line_and_nothing_is_ordered(
 
 def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Story(RUN).works().written(root)
-    assert app.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
+    assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
     told = capsys.readouterr().err
     assert told == f"rrl: {RUN}: its job spec allows no faults on demand ([faults] allow = true)\n"
     assert letters(run) == []
@@ -118,7 +118,7 @@ def test_a_run_whose_job_spec_does_not_allow_it_is_left_alone(root: Path, capsys
 def test_a_run_that_has_ended_is_left_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = completed(RUN)
     run = story.written(root)
-    assert app.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
+    assert main.run(["inject", RUN, "kill", "--target", "rollout/0"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert letters(run) == []
 
@@ -132,7 +132,7 @@ def test_whoever_waits_is_told_what_was_done_or_why_not(
     run = story.written(root)
     words = ["inject", RUN, "kill", "--target", "rollout/0", "--wait", *(["--json"] if json_wanted else [])]
     codes: list[int] = []
-    waiting = threading.Thread(target=lambda: codes.append(app.run(words)), daemon=True)
+    waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
     eventually(lambda: bool(letters(run)))
     (letter,) = letters(run)
@@ -159,7 +159,7 @@ def begun(root: Path, target: str, lease: float = 0.3) -> tuple[RunDir, list[int
     run = story.written(root)
     codes: list[int] = []
     words = ["inject", RUN, "kill", "--target", target, "--wait"]
-    waiting = threading.Thread(target=lambda: codes.append(app.run(words)), daemon=True)
+    waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
     eventually(lambda: bool(letters(run)))
     (letter,) = letters(run)
@@ -211,14 +211,12 @@ def test_whoever_waits_is_told_when_the_run_ends_before(root: Path, capsys: pyte
     run = story.written(root)
     codes: list[int] = []
     words = ["inject", RUN, "kill", "--target", "rollout/0", "--at", "step=99", "--wait"]
-    waiting = threading.Thread(target=lambda: codes.append(app.run(words)), daemon=True)
+    waiting = threading.Thread(target=lambda: codes.append(main.run(words)), daemon=True)
     waiting.start()
     eventually(lambda: bool(letters(run)))
     (letter,) = letters(run)
     assert letter.fault is not None
-    goes_on(
-        story, run, ev.Ordered(letter.fault, "me", letter.id), ev.RunEnded(Outcome.COMPLETED, "all steps are done")
-    )
+    goes_on(story, run, ev.Ordered(letter.fault, "me", letter.id), ev.RunEnded(Outcome.COMPLETED, "all steps are done"))
     (run.mailbox / f"{letter.id}.json").unlink()
     waiting.join(timeout=30)
     assert codes == [1]
@@ -230,6 +228,6 @@ def test_without_a_living_manager_whoever_waits_is_told_how_to_start_one(
 ) -> None:
     run = allowing(lease=0.3).written(root)
     (run.epochs / "000001").write_bytes(msgspec.json.encode(Holder("elsewhere", 1, 17)))  # its counter stands still
-    assert app.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
+    assert main.run(["inject", RUN, "kill", "--target", "rollout/0", "--wait"]) == 1
     told = capsys.readouterr().err
     assert f"no manager of {RUN} is alive to take the order; start one, which will do so: rrl manage {RUN}" in told

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
-from rrl.cli.log_files import all_logs
-from rrl.cli.log_lines import LifeTail, Wanted
-from rrl.manager.adopting import mark_log
-from rrl.manager.journal import Journal
-from rrl.spec.loglines import missing, stamp
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Life, Outcome, ReplicaId
+from rrl.cli import main
+from rrl.cli.logs.files import all_logs
+from rrl.cli.logs.merge import LifeTail, Wanted
+from rrl.core.log_lines import missing, stamp
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Life, Outcome, ReplicaId
+from rrl.manager.intake.standby_promotion import mark_log
+from rrl.manager.storage.journal import Journal
 from rrl.tests.cli.story import Story, completed
 from rrl.tests.cli.waiting import Output, eventually
 
@@ -45,7 +45,7 @@ def at(second: float, text: str) -> str:
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """Lines of ``rrl logs``, without the date."""
-    assert app.run(["logs", RUN, *arguments]) == 0
+    assert main.run(["logs", RUN, *arguments]) == 0
     return [line[6:] if line.startswith("11-20 ") else line for line in capsys.readouterr().out.splitlines()]
 
 
@@ -60,23 +60,30 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_one_log_is_shown_bare_and_several_with_their_lives(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, "rollout-0.1", "one", "two")
-    assert app.run(["logs", RUN, "rollout/0"]) == 0
+    assert main.run(["logs", RUN, "rollout/0"]) == 0
     assert capsys.readouterr().out == "one\ntwo\n"
     write(run, "rollout-0.2", "three")
     write(run, "trainer-0.1", "four")
-    assert app.run(["logs", RUN, "rollout/0"]) == 0
+    assert main.run(["logs", RUN, "rollout/0"]) == 0
     assert capsys.readouterr().out == "rollout/0#1 | one\nrollout/0#1 | two\nrollout/0#2 | three\n"
-    assert app.run(["logs", RUN, "rollout"]) == 0
+    assert main.run(["logs", RUN, "rollout"]) == 0
     assert "trainer" not in capsys.readouterr().out
-    assert app.run(["logs", RUN]) == 0
+    assert main.run(["logs", RUN]) == 0
     assert capsys.readouterr().out.endswith("trainer/0#1 | four\n")
 
 
 def test_every_kind_of_log_file_is_told_apart(run: RunDir) -> None:
     for tag in ("rollout-10.1", "rollout-9.1", "agent-gpu-node.site.org.2", "rollout-9.1.step"):
         write(run, tag, "x")
-    for name in ("rollout-9.1.step.log.0", "rollout-9.1.step.log.srun", "rollout-9.1.log.1", "rollout-9.1.log.2",
-                 "rollout-10.1.shipped-1.log", "rollout-10.1.shipped-1.log.1", "trainer-0.3.shipped-12.log"):
+    for name in (
+        "rollout-9.1.step.log.0",
+        "rollout-9.1.step.log.srun",
+        "rollout-9.1.log.1",
+        "rollout-9.1.log.2",
+        "rollout-10.1.shipped-1.log",
+        "rollout-10.1.shipped-1.log.1",
+        "trainer-0.3.shipped-12.log",
+    ):
         (run.logs / f"{RUN}.{name}").write_text("x\n")
     (run.logs / "manager.3.log").write_text("x\n")
     (run.submit / "123_0_log.out").write_text("x\n")
@@ -180,20 +187,18 @@ def test_since_takes_times_and_spans(run: RunDir, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("since", ["yesterday", "10", "10 parsecs", "2026-13-01", "", "0001-01-01"])
 def test_a_time_that_is_none_is_one_line(run: RunDir, capsys: pytest.CaptureFixture[str], since: str) -> None:
-    assert app.run(["logs", RUN, "--since", since]) == 2
+    assert main.run(["logs", RUN, "--since", since]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f'rrl: --since "{since}" is no time; write for example ')
     assert told.count("\n") == 1
 
 
-def test_grep_shows_the_lines_in_which_it_is_found(
-    run: RunDir, capsys: pytest.CaptureFixture[str], utc: None
-) -> None:
+def test_grep_shows_the_lines_in_which_it_is_found(run: RunDir, capsys: pytest.CaptureFixture[str], utc: None) -> None:
     write(run, "rollout-0.1", *(at(n, f"step {n} loss {n / 7:.3f}") for n in range(50)), at(60, "CUDA out of memory"))
     assert shown(capsys, "--grep", "(?i)out of MEMORY|^step 1 ") == [
         "12:00:01.000 step 1 loss 0.143", "12:01:00.000 CUDA out of memory",
     ]  # fmt: skip
-    assert app.run(["logs", RUN, "--grep", "(unclosed"]) == 2
+    assert main.run(["logs", RUN, "--grep", "(unclosed"]) == 2
     told = capsys.readouterr().err
     assert told.startswith('rrl: --grep "(unclosed" is no regular expression: ')
     assert told.count("\n") == 1
@@ -203,7 +208,7 @@ def test_programs_get_an_object_a_line(run: RunDir, capsys: pytest.CaptureFixtur
     write(run, "rollout-0.1", at(1, 'say "hi"'))
     write(run, "rollout-0.1.step", "no time")
     (run.submit / "1_0_log.out").write_text("managing\n")
-    assert app.run(["logs", RUN, "--json"]) == 0
+    assert main.run(["logs", RUN, "--json"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(told, key=lambda one: str(one["log"])) == [
         {"time": None, "life": "rollout/0#1", "log": "launcher", "text": "no time"},
@@ -229,11 +234,11 @@ def test_a_log_of_any_size_is_read_from_where_it_is_wanted(run: RunDir) -> None:
 
 def test_only_the_newest_lines_are_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, "rollout-0.1", *(f"line {i} {'x' * 500}" for i in range(2000)), "the last")
-    assert app.run(["logs", RUN, "rollout/0", "-n", "2"]) == 0
+    assert main.run(["logs", RUN, "rollout/0", "-n", "2"]) == 0
     assert [line[:9] for line in capsys.readouterr().out.splitlines()] == ["line 1999", "the last"]
-    assert app.run(["logs", RUN, "rollout/0", "-n", "5000"]) == 0
+    assert main.run(["logs", RUN, "rollout/0", "-n", "5000"]) == 0
     assert capsys.readouterr().out.count("\n") == 2001
-    assert app.run(["logs", RUN, "rollout/0", "-n", "0"]) == 0
+    assert main.run(["logs", RUN, "rollout/0", "-n", "0"]) == 0
     assert capsys.readouterr().out == ""
 
 
@@ -241,19 +246,19 @@ def test_an_unfinished_line_and_bytes_that_are_no_text_are_shown(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.log_file(f"{RUN}.rollout-0.1").write_bytes(b"whole\n\xff half")
-    assert app.run(["logs", RUN, "rollout/0"]) == 0
+    assert main.run(["logs", RUN, "rollout/0"]) == 0
     assert capsys.readouterr().out == "whole\n� half\n"
 
 
 def test_a_role_that_is_not_there_is_one_line_with_those_that_are(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.run(["logs", RUN]) == 2
+    assert main.run(["logs", RUN]) == 2
     assert capsys.readouterr().err == f"rrl: {RUN} has no logs yet\n"
     write(run, "rollout-0.1", "x")
     write(run, "trainer-0.1", "x")
     for arguments in (["judge"], ["rollout/7"], ["judge", "-f"]):
-        assert app.run(["logs", RUN, *arguments]) == 2
+        assert main.run(["logs", RUN, *arguments]) == 2
         assert capsys.readouterr().err == (
             f'rrl: {RUN} has no logs of "{arguments[0]}"; there are: rollout/0, trainer/0\n'
         )
@@ -267,7 +272,7 @@ def test_following_goes_on_over_rotation_and_new_lives_until_the_run_ends(
     run = story.written(tmp_path)
     path = write(run, "rollout-0.1", "old", "newest")
     output = Output(monkeypatch)
-    following = threading.Thread(target=app.run, args=(["logs", RUN, "rollout/0", "-f", "-n", "1"],), daemon=True)
+    following = threading.Thread(target=main.run, args=(["logs", RUN, "rollout/0", "-f", "-n", "1"],), daemon=True)
     following.start()
     eventually(lambda: output.lines == ["rollout/0#1 | newest"])
     write(run, "rollout-0.1", "before the rotation")
@@ -296,7 +301,7 @@ def test_following_shows_a_kept_line_once_and_in_time(
     run = story.written(tmp_path)
     write(run, "rollout-0.1", at(1, "a"))
     output = Output(monkeypatch)
-    following = threading.Thread(target=app.run, args=(["logs", RUN, "-f", "--grep", "^[a-z]$"],), daemon=True)
+    following = threading.Thread(target=main.run, args=(["logs", RUN, "-f", "--grep", "^[a-z]$"],), daemon=True)
     following.start()
     eventually(lambda: len(output.lines) == 1)
     write(run, "rollout-0.1.shipped-1", at(1, "a"), at(2, "b"), at(3, "c"), at(3.5, "not this"))
@@ -325,5 +330,5 @@ def test_following_a_run_that_has_ended_shows_its_logs_and_leaves(
 ) -> None:
     monkeypatch.setenv(RUNS_ENV, str(tmp_path))
     write(completed(RUN).written(tmp_path), "rollout-0.1", "x")
-    assert app.run(["logs", RUN, "rollout", "-f"]) == 0
+    assert main.run(["logs", RUN, "rollout", "-f"]) == 0
     assert capsys.readouterr().out == "rollout/0#1 | x\n"

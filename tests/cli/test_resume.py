@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.cli import app
-from rrl.manager import resuming
-from rrl.manager import submit as starting
-from rrl.manager.submit import create
-from rrl.spec.load import load_job
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Outcome
+from rrl.cli import main
+from rrl.config.job.load import load_job
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Outcome
+from rrl.manager.bootstrap import start as starting
+from rrl.manager.bootstrap.start import create
+from rrl.manager.storage import resume_request
 from rrl.tests.cli.story import Story, job_view
 from rrl.tests.spec.jobs import JOB
 
@@ -45,8 +45,8 @@ class Ended:
 
     def begin(self) -> None:
         self.started += 1
-        assert resuming.take(self.run) is not None
-        resuming.place(self.run)
+        assert resume_request.take(self.run) is not None
+        resume_request.place(self.run)
 
     def everything(self) -> dict[Path, bytes | None]:
         return {path: path.read_bytes() if path.is_file() else None for path in self.run.path.rglob("*")}
@@ -54,7 +54,7 @@ class Ended:
     def refuses(self, capsys: pytest.CaptureFixture[str], *options: str) -> str:
         """What is said; nothing was changed or started."""
         before = self.everything()
-        assert app.run(["resume", RUN, *options]) == 2
+        assert main.run(["resume", RUN, *options]) == 2
         assert self.everything() == before
         assert self.started == 0
         return capsys.readouterr().err
@@ -66,25 +66,23 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
 
 
 def test_a_run_goes_on_with_more_steps_and_time_and_its_new_spec_is_a_valid_one(ended: Ended) -> None:
-    assert app.run(["resume", RUN, "--steps", "50", "--walltime", "2h"]) == 0
+    assert main.run(["resume", RUN, "--steps", "50", "--walltime", "2h"]) == 0
     job = load_job(ended.run.job_toml)
     assert (job.run.steps, job.cluster.walltime, ended.started) == (50, 7200.0, 1)
     assert not ended.run.resume.exists()
     assert not ended.run.resuming.exists()
 
 
-def test_where_no_manager_can_be_started_nothing_is_changed(
-    ended: Ended, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_manager_can_be_started_nothing_is_changed(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise OSError("no such partition")
 
     ended.starts, before = fail, ended.everything()
-    assert app.run(["resume", RUN, "--steps", "50"]) == 1
+    assert main.run(["resume", RUN, "--steps", "50"]) == 1
     assert capsys.readouterr().err == f"rrl: {RUN} could not be resumed: no such partition\n"
     assert ended.everything() == before
     ended.starts = ended.begin
-    assert app.run(["resume", RUN]) == 0
+    assert main.run(["resume", RUN]) == 0
     assert load_job(ended.run.job_toml).run.steps == 40
 
 
@@ -96,7 +94,7 @@ def test_a_manager_that_took_the_order_goes_on_though_its_start_was_reported_as_
         raise RuntimeError("sbatch: timed out")
 
     ended.starts = unanswered
-    assert app.run(["resume", RUN, "--steps", "50"]) == 0
+    assert main.run(["resume", RUN, "--steps", "50"]) == 0
     assert "though its start was reported as failed: sbatch: timed out" in capsys.readouterr().err
     assert load_job(ended.run.job_toml).run.steps == 50
 
@@ -111,10 +109,10 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
 
     def second() -> None:
         ended.starts = lambda: None
-        told["second"] = app.run(["resume", RUN, "--job", str(other)]), capsys.readouterr().err
+        told["second"] = main.run(["resume", RUN, "--job", str(other)]), capsys.readouterr().err
 
     def takes() -> None:
-        assert resuming.take(ended.run) is not None
+        assert resume_request.take(ended.run) is not None
         second()
 
     def prepares(run: RunDir, *what: Any) -> None:
@@ -127,7 +125,7 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
     ended.starts = takes if when == "and after" else second
     if when == "while the first prepares":
         monkeypatch.setattr(starting, "_describe", prepares)
-    told["first"] = app.run(["resume", RUN, "--steps", "50"]), capsys.readouterr().err
+    told["first"] = main.run(["resume", RUN, "--steps", "50"]), capsys.readouterr().err
     ended.begin()
     wins, loses = ("second", "first") if "prepares" in when else ("first", "second")
     assert told[wins][0] == 0
@@ -141,12 +139,12 @@ def test_of_two_at_once_one_goes_on_and_the_other_is_told_so_in_one_line(
 def test_an_order_that_no_manager_took_up_is_taken_up_by_one_that_is_started_by_hand(
     ended: Ended, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert app.run(["manage", RUN]) == 2
+    assert main.run(["manage", RUN]) == 2
     assert "has ended already" in capsys.readouterr().err
     ended.starts = lambda: None
-    assert app.run(["resume", RUN, "--steps", "50"]) == 0
+    assert main.run(["resume", RUN, "--steps", "50"]) == 0
     monkeypatch.setattr(starting, "run_here", lambda run, foreground, by_hand: ended.begin())
-    assert app.run(["manage", RUN]) == 0
+    assert main.run(["manage", RUN]) == 0
     assert load_job(ended.run.job_toml).run.steps == 50
 
 
@@ -189,9 +187,7 @@ def test_a_walltime_that_a_role_does_not_fit_into_is_refused(ended: Ended, capsy
         ("cluster.kind", '"local"', '"slurm"'),
     ],
 )  # fmt: skip
-def test_another_job_is_refused(
-    ended: Ended, capsys: pytest.CaptureFixture[str], key: str, old: str, new: str
-) -> None:
+def test_another_job_is_refused(ended: Ended, capsys: pytest.CaptureFixture[str], key: str, old: str, new: str) -> None:
     assert old in ended.job.read_text()
     ended.job.write_text(ended.job.read_text().replace(old, new))
     told = ended.refuses(capsys, "--job", str(ended.job))
@@ -202,7 +198,7 @@ def test_how_long_a_text_may_be_can_change(ended: Ended) -> None:
     """A prompt that does not fit can have been what ended it."""
     longer = "[model]\nmax_length = 50\n[model.tokenizer]"
     ended.job.write_text(ended.job.read_text().replace("[model.tokenizer]", longer))
-    assert app.run(["resume", RUN, "--steps", "50", "--job", str(ended.job)]) == 0
+    assert main.run(["resume", RUN, "--steps", "50", "--job", str(ended.job)]) == 0
     model = load_job(ended.run.job_toml).model
     assert model is not None
     assert model.max_length == 50
@@ -222,7 +218,7 @@ def test_a_run_that_lost_its_job_spec_goes_on_with_the_one_that_is_named(
 ) -> None:
     ended.run.job_toml.unlink()
     assert ended.refuses(capsys).endswith("no such file; name the job spec that it was a copy of with --job\n")
-    assert app.run(["resume", RUN, "--job", str(ended.job)]) == 0
+    assert main.run(["resume", RUN, "--job", str(ended.job)]) == 0
     assert (ended.run.job_toml.read_bytes(), ended.started) == (ended.job.read_bytes(), 1)
 
 
@@ -230,7 +226,7 @@ def test_a_run_of_an_earlier_rrl_whose_spec_had_fewer_keys_is_the_same_run(ended
     resolved = msgspec.json.decode(ended.run.resolved.read_bytes())
     del resolved["job"]["task"]["size"]
     ended.run.resolved.write_bytes(msgspec.json.encode(resolved))
-    assert app.run(["resume", RUN, "--job", str(ended.job)]) == 0
+    assert main.run(["resume", RUN, "--job", str(ended.job)]) == 0
 
 
 def test_one_rank_is_not_restarted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -239,7 +235,7 @@ def test_one_rank_is_not_restarted_alone(tmp_path: Path, monkeypatch: pytest.Mon
     job = job_view()
     roles = tuple(msgspec.structs.replace(one, ranks=2) if one.name == "trainer" else one for one in job.roles)
     run: RunDir = Story(RUN, msgspec.structs.replace(job, roles=roles)).works().written(tmp_path)
-    assert app.run(["restart", RUN, "trainer/0.1"]) == 2
+    assert main.run(["restart", RUN, "trainer/0.1"]) == 2
     whole = f"which restarts as a whole: rrl restart {RUN} trainer/0"
     assert capsys.readouterr().err == f"rrl: trainer/0.1 is one rank of trainer/0, {whole}\n"
     assert not list(run.mailbox.glob("*.json"))

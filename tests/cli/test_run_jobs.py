@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli import app
-from rrl.cli.run_jobs import INTERRUPTED, UNKNOWN, SlurmJobs, judge
-from rrl.manager.cluster import AllocationState
-from rrl.manager.cluster.slurm_text import Job
-from rrl.manager.lease import Holder
-from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.cli import main
+from rrl.cli.run.manager_liveness import INTERRUPTED, UNKNOWN, SlurmJobs, judge
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.manager.cluster.base import AllocationState
+from rrl.manager.cluster.slurm.parsing import Job
+from rrl.manager.storage.lease import Holder
 from rrl.tests.cli.story import Story, completed, job_view
 
 RUN = "small-1"
@@ -106,13 +106,13 @@ def test_status_and_list_of_a_run_without_any_job_say_interrupted(
     root: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_slurm(root)
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{RUN}  ● interrupted   step 12/40")
     assert f"rrl manage {RUN} goes on from step 12" in shown
-    assert app.run(["list", "--json"]) == 0
+    assert main.run(["list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["standing"] == INTERRUPTED
-    assert app.run(["status", "--json"]) == 0
+    assert main.run(["status", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["standing"], shown["step"]) == (INTERRUPTED, 12)
     assert f"rrl manage {RUN} goes on from step 12" in shown["note"]
@@ -123,22 +123,22 @@ def test_status_and_list_say_unknown_where_squeue_fails(
 ) -> None:
     on_slurm(root)
     squeue.breaks()
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     assert capsys.readouterr().out.startswith(f"{RUN}  ● unknown   step 12/40")
-    assert app.run(["list", "--json"]) == 0
+    assert main.run(["list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["standing"] == UNKNOWN
 
 
 def test_slurm_is_asked_once_for_a_list_and_not_at_all_about_ended_or_renewed_runs(root: Path, squeue: Squeue) -> None:
     for index in range(3):
         on_slurm(root, f"lost-{index}")
-    assert app.run(["list"]) == 0
+    assert main.run(["list"]) == 0
     assert squeue.calls == 1
     held(on_slurm(root, "alive-1"), age_s=1.0)
     completed("done-1").written(root)
-    assert app.run(["status", "alive-1"]) == 0
-    assert app.run(["status", "done-1"]) == 0
+    assert main.run(["status", "alive-1"]) == 0
+    assert main.run(["status", "done-1"]) == 0
     assert squeue.calls == 1
     held(RunDir(root / "alive-1"), age_s=3600.0)
-    assert app.run(["status", "alive-1"]) == 0
+    assert main.run(["status", "alive-1"]) == 0
     assert squeue.calls == 2

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli import app, start_check
-from rrl.cli.submit import watched
-from rrl.manager import start_failure as failures
-from rrl.manager import submit as starting
-from rrl.manager.resuming import Order, order
-from rrl.spec.load import load_job
-from rrl.spec.rundir import RUNS_ENV, RunDir, write_atomically
+from rrl.cli import main
+from rrl.cli.run import start_check
+from rrl.cli.run.submit import watched
+from rrl.config.job.load import load_job
+from rrl.core.run_dir import RUNS_ENV, RunDir, write_atomically
+from rrl.manager.bootstrap import start as starting
+from rrl.manager.bootstrap import start_failure as failures
+from rrl.manager.storage.resume_request import Order, order
 from rrl.tests.cli.story import Story, completed, job_view
 from rrl.tests.spec.jobs import JOB
 
@@ -65,7 +66,7 @@ def test_a_local_manager_that_dies_at_its_start_ends_the_wait_as_rejected(
         watched(run, json=True)
     ended = json.loads(capsys.readouterr().out)
     assert (ended["run"], ended["outcome"]) == (run.id, "rejected")
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"{run.id}: rejected: its manager ended before the run began; the last line logged: ")
     assert f"no interface with an address in {NOWHERE}" in told
@@ -78,11 +79,11 @@ def test_a_run_whose_managers_have_left_the_queue_is_rejected_with_their_last_li
     run = submitted_to_slurm(root)
     (run.submit / "71_0_log.err").write_text("an older one\n")
     (run.submit / "72_0_log.err").write_text("Traceback\nNoAddress: \x1b]0;none\nsrun: error: n1: task 0: Exited\n")
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     told = capsys.readouterr().out
     assert told == (f"fresh-1: rejected: all 2 managers ended before the run began; the last line logged: NoAddress:"
                     rf" \x1b]0;none (logs: {run.submit})" "\n")  # fmt: skip
-    assert app.run(["status", "--json"]) == 0
+    assert main.run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "rejected"
 
 
@@ -100,7 +101,7 @@ def test_a_run_that_may_still_be_begun_is_not_rejected(
 ) -> None:  # fmt: skip
     squeue(tmp_path, monkeypatch, answer)
     submitted_to_slurm(root, jobs=jobs)
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     assert "has not started yet" in capsys.readouterr().out
 
 
@@ -130,7 +131,7 @@ def test_slurm_is_asked_for_the_managers_of_a_waiting_run_at_most_once_in_ten_se
 ) -> None:
     calls = squeue(tmp_path, monkeypatch, "echo 72")
     times = [100.0, 100.5, 109.5, 110.0]
-    monkeypatch.setattr("rrl.cli.start_check.time.monotonic", lambda: times[0])
+    monkeypatch.setattr("rrl.cli.run.start_check.time.monotonic", lambda: times[0])
     check = start_check.StartCheck(submitted_to_slurm(root))
     while times:
         assert check.failure(None) == ""

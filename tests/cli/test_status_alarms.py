@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli.status import LEAST_FREE, storage_trouble
+from rrl.cli.run.status import LEAST_FREE, storage_trouble
 from rrl.cli.views.status import status_view
-from rrl.manager.cluster import AllocationState
-from rrl.manager.events import AllocationChanged
-from rrl.spec.rundir import RunDir
+from rrl.core.run_dir import RunDir
+from rrl.manager.cluster.base import AllocationState
+from rrl.manager.model.events import AllocationChanged
 from rrl.tests.cli.pictures import drawn
 from rrl.tests.cli.story import Story
 

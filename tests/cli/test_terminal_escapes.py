@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
-from rrl.manager import events as ev
-from rrl.manager.ledger import write_summary
-from rrl.spec.loglines import stamp
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.screen_text import escaped
-from rrl.spec.words import Cause, Evidence, Finding, Outcome, Remedy, Verdict
+from rrl.cli import main
+from rrl.core.log_lines import stamp
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.text import escaped
+from rrl.core.types import Cause, Evidence, Finding, Outcome, Remedy, Verdict
+from rrl.manager.model import events as ev
+from rrl.manager.reporting.summary import write_summary
 from rrl.tests.cli.story import Story
 
 RUN = "small-7"
@@ -47,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def test_a_roles_text_is_escaped_by_every_command_that_shows_it(
     run: RunDir, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
-    assert app.run([command[0], RUN, *command[1:]]) == 0
+    assert main.run([command[0], RUN, *command[1:]]) == 0
     out, err = capsys.readouterr()
     assert [line for line in (out + err).splitlines() if escaped(line) != line] == []
     if "--json" in command:
@@ -60,12 +60,12 @@ def test_a_roles_text_is_escaped_by_every_command_that_shows_it(
 def test_raw_logs_are_as_they_were_written(
     run: RunDir, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
-    assert app.run(["logs", RUN, "--raw", *options]) == 0
+    assert main.run(["logs", RUN, "--raw", *options]) == 0
     assert HOSTILE in capsys.readouterr().out
 
 
 def test_raw_json_is_refused_in_one_line(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["logs", RUN, "--raw", "--json"]) == 2
+    assert main.run(["logs", RUN, "--raw", "--json"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

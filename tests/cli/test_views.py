@@ -7,14 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.cli.asking import summary_of
-from rrl.cli.views.figures import bar, curve, folded, span, stage
-from rrl.cli.views.runs import runs_view
+from rrl.cli.common.runs import summary_of
+from rrl.cli.views.formatting import bar, curve, folded, span, stage
 from rrl.cli.views.status import one_line, standing, status_view
-from rrl.cli.views.summary import summary_view
-from rrl.manager.actions import Exclude, Why
-from rrl.manager.events import Commanded, Decided, FindingChanged, Joined, Noted, StepCommitted, VersionHeld
-from rrl.spec.words import NodeName, Outcome, Version
+from rrl.cli.views.summary import runs_view, summary_view
+from rrl.core.types import NodeName, Outcome, Version
+from rrl.manager.model.actions import Exclude, Why
+from rrl.manager.model.events import Commanded, Decided, FindingChanged, Joined, Noted, StepCommitted, VersionHeld
 from rrl.tests.cli.pictures import drawn, same_as_kept
 from rrl.tests.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rrl.health.hardware import judge
-from rrl.health.readings import (
+from rrl.config.health_rules import Rules
+from rrl.core.types import Finding, NodeName, Verdict
+from rrl.health.checks.evaluate import judge
+from rrl.health.checks.node_state import Seen
+from rrl.health.readers.samples import (
     DcgmData,
     FabricData,
     FabricPort,
@@ -19,9 +22,6 @@ from rrl.health.readings import (
     NvmlData,
     Reading,
 )
-from rrl.health.seen import Seen
-from rrl.spec.health_checks import Rules
-from rrl.spec.words import Finding, NodeName, Verdict
 
 NODE = NodeName("n1")
 FIELDS: dict[str, Any] = {

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.health.history import (
+from rrl.core.types import Cause, Flag, Remedy, Verdict
+from rrl.health.history.rates import DAY
+from rrl.health.history.records import (
     Acted,
     Began,
     Failed,
@@ -21,8 +23,6 @@ from rrl.health.history import (
     file_name,
     line,
 )
-from rrl.health.rates import DAY
-from rrl.spec.words import Cause, Flag, Remedy, Verdict
 
 BEGAN = 1_767_225_600.0
 """s: 2026-01-01, midnight UTC; in the past, for records of the future are left out"""

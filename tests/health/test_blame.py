@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.blame import charge
-from rrl.health.standing import ENDLESS
-from rrl.spec.jobview import Limits, PhaseView
-from rrl.spec.launch import ExitReason
-from rrl.spec.phases import PHASES
-from rrl.spec.words import Cause, Life, ReplicaId
+from rrl.core.launch import ExitReason
+from rrl.core.phases import PHASES
+from rrl.core.run_spec import Limits, PhaseView
+from rrl.core.types import Cause, Life, ReplicaId
+from rrl.health.detection.attribution.wait_chains import charge
+from rrl.health.detection.detectors.progress import ENDLESS
 from rrl.tests.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
 
 LONG = 900 + LIMITS.first_pass + 5
@@ -224,7 +224,7 @@ def test_a_failed_spare_node_does_not_hide_a_standstill() -> None:
 
 
 def test_the_charge_does_not_depend_on_the_order_of_the_findings() -> None:
-    from rrl.health.progress import PROGRESS_DETECTORS
+    from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
 
     trace = job("wait_data", "wait_work")
     trace.play(LONG)

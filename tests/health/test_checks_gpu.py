@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.readings import GpuProcess, HostData, KernelEvent, NvLink, NvmlData, Stuck
-from rrl.health.seen import EVERY
-from rrl.spec.health_checks import Expect, GpuRules, Rules
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.config.health_rules import Expect, GpuRules, Rules
+from rrl.core.types import Cause, Remedy, Verdict
+from rrl.health.checks.node_state import EVERY
+from rrl.health.readers.samples import GpuProcess, HostData, KernelEvent, NvLink, NvmlData, Stuck
 from rrl.tests.health.looked_at import LINKS, LookedAt, gpu, host
 
 EIGHT = Rules(expect=Expect(gpus=8))

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, Stuck
-from rrl.spec.health_checks import Expect, Rules
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.config.health_rules import Expect, Rules
+from rrl.core.types import Cause, Remedy, Verdict
+from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, Stuck
 from rrl.tests.health.looked_at import LookedAt, host, port
 
 HOUR = 3600.0

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from rrl.health.correlation import (
+from rrl.core.types import Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict
+from rrl.health.detection.attribution.correlation import (
     HUNG_TOGETHER,
     LASTS,
     SETTLE,
@@ -18,15 +19,12 @@ from rrl.health.correlation import (
     correlate,
     remembered,
 )
-from rrl.spec.words import Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict
 
 
 def on(node: str, cause: Cause = Cause.STORAGE, detector: str = "mount", part: str = "/data", proof: bool = False,
        verdict: Verdict = Verdict.FAIL) -> Finding:  # fmt: skip
     evidence = (Evidence("host", f"{part} does not answer", 0.0),)
-    return Finding(
-        detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, part=part
-    )
+    return Finding(detector, verdict, cause, Remedy.EXCLUDE, 0.0, evidence, node=NodeName(node), proof=proof, part=part)
 
 
 def stalls(index: int, since: float = 0.0) -> Finding:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.drain_requests import open_requests
-from rrl.health.history import Record, Told
-from rrl.health.rates import DAY
-from rrl.health.report import report
-from rrl.health.report_values import DrainState, NodeReport
-from rrl.spec.words import Cause, Remedy
+from rrl.core.types import Cause, Remedy
+from rrl.health.history.rates import DAY
+from rrl.health.history.records import Record, Told
+from rrl.health.report.drain_requests import open_requests
+from rrl.health.report.model import DrainState, NodeReport
+from rrl.health.report.site import report
 from rrl.tests.health.site import (
     ANNA,
     BEGAN,

@@ -10,15 +10,15 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rrl.health import guards
-from rrl.health.guards import detect
-from rrl.health.progress import waits
-from rrl.health.sightings import Watch
-from rrl.health.standing import ENDLESS
-from rrl.health.suspicion import to_probe
-from rrl.spec.jobview import Limits, PhaseView
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
+from rrl.core.launch import ExitReason
+from rrl.core.run_spec import Limits, PhaseView
+from rrl.core.types import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
+from rrl.health.detection import detect as guards
+from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.probing import to_probe
+from rrl.health.detection.detectors.progress import ENDLESS
+from rrl.health.detection.detectors.registry import waits
+from rrl.health.detection.watch import Watch
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
 
 SHORT = Limits(
@@ -188,7 +188,9 @@ unlikely = st.one_of(
     st.tuples(st.just("entered"), lives, phases, st.integers(0, 5), targets),
     st.tuples(st.just("all_enter"), st.sampled_from(WAITS), targets),
     st.tuples(
-        st.just("step_ended"), lives, st.sampled_from([0, 1, None]),
+        st.just("step_ended"),
+        lives,
+        st.sampled_from([0, 1, None]),
         st.sampled_from([ExitReason.EXITED, ExitReason.STOPPED]),
     ),
     st.tuples(st.just("gone"), lives),

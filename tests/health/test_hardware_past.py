@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rrl.health.hardware_past import HardwarePast, hardware_of, recall
-from rrl.health.readings import FabricData, NvLink
-from rrl.health.seen import Seen
-from rrl.spec.words import Verdict
+from rrl.core.types import Verdict
+from rrl.health.checks.node_state import HardwarePast, Seen, hardware_of, recall
+from rrl.health.readers.samples import FabricData, NvLink
 from rrl.tests.health.looked_at import LookedAt, gpu, port
 
 UP = port("mlx5_2")

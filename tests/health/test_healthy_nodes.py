@@ -7,7 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.readings import (
+from rrl.config.health_rules import Expect, Rules
+from rrl.core.types import Finding, Verdict
+from rrl.health.checks.node_state import EVERY, Trail
+from rrl.health.readers.samples import (
     DcgmData,
     DcgmIncident,
     FabricData,
@@ -19,10 +22,6 @@ from rrl.health.readings import (
     NvmlData,
     Stuck,
 )
-from rrl.health.seen import EVERY
-from rrl.health.trails import Trail
-from rrl.spec.health_checks import Expect, Rules
-from rrl.spec.words import Finding, Verdict
 from rrl.tests.health.looked_at import LINKS, LookedAt, gpu, host, port
 
 HOUR = 3600.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.history import (
+from rrl.health.history.records import (
     Acted,
     Alive,
     Began,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.history import MOST_LINE, Record, file_name, line
-from rrl.health.history_cache import HistoryCache, Sources, cache_path
-from rrl.manager.history_keeper import own_name
+from rrl.health.history.cache import HistoryCache, Sources, cache_path
+from rrl.health.history.records import MOST_LINE, Record, file_name, line
+from rrl.manager.reporting.history_writer import own_name
 from rrl.tests.health.site import BEGAN, HOUR, began, failed, found, held, left, over, write
 
 ME = own_name()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.gangs import RESTED
-from rrl.health.idleness import DOUBT, LIES, LOADS, SPINS, STILL
-from rrl.health.standing import AT_WORK
-from rrl.spec.phases import PHASES
-from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.core.phases import PHASES
+from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.health.detection.attribution.gangs import RESTED
+from rrl.health.detection.detectors.idleness import DOUBT, LIES, LOADS, SPINS, STILL
+from rrl.health.detection.detectors.progress import AT_WORK
 from rrl.tests.health.test_suspicion import until_found
 from rrl.tests.health.traces import BUSY, IDLE, LIMITS, ROLLOUT, ROLLOUTS, SPINNING, TRAINER, Trace, agent_of, fail
 

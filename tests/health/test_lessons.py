@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.lessons import Lesson, noticeable
-from rrl.health.sightings import Watch
-from rrl.health.usual import Took, Usual
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.health.detection.baselines import Lesson, Took, Usual, noticeable
+from rrl.health.detection.watch import Watch
 
 N1 = NodeName("n1")
 TRAINER = Life(ReplicaId("trainer/0"), 1)

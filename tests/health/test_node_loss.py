@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrl.health.node_loss import absent
+from rrl.health.detection.detectors.node_liveness import absent
 from rrl.tests.health.traces import LIMITS, ROLLOUTS, STORE, Trace, agent_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import nextafter
 
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import Cause, Life, NodeName, Remedy
+from rrl.core.launch import ExitReason
+from rrl.core.types import Cause, Life, NodeName, Remedy
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
 
 N1 = NodeName("n1")

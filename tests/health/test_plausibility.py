@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.health.history import Failed, Record, Told
-from rrl.health.plausibility import CLOCK_SKEW_S, MAX_USER_RECORDS_OF_KIND, plausible
-from rrl.health.rates import DAY
+from rrl.health.history.plausibility import CLOCK_SKEW_S, MAX_USER_RECORDS_OF_KIND, plausible
+from rrl.health.history.rates import DAY
+from rrl.health.history.records import Failed, Record, Told
 from rrl.tests.health.site import ANNA, BEGAN, BEN, HOUR, began, failed, found, held, left, mended, over, told, week
 
 NOW = BEGAN + 7 * DAY

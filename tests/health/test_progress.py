@@ -6,14 +6,14 @@ from math import inf, nextafter
 
 import pytest
 
-from rrl.health.guards import detect
-from rrl.health.presence import RUNNING, unheard
-from rrl.health.progress import PROGRESS_DETECTORS
-from rrl.health.standing import BLIND, IDLE_FIRST
-from rrl.spec.jobview import Limits, PhaseView
-from rrl.spec.launch import ExitReason
-from rrl.spec.phases import PHASES, Phase
-from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.core.launch import ExitReason
+from rrl.core.phases import PHASES, Phase
+from rrl.core.run_spec import Limits, PhaseView
+from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.liveness import RUNNING, unheard
+from rrl.health.detection.detectors.progress import BLIND, IDLE_FIRST
+from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
 from rrl.tests.health.traces import (
     BUSY,
     IDLE,

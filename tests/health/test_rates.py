@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.rates import (
+from rrl.health.history.rates import (
     DAY,
     between,
     gamma_quantile,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.check import overall
-from rrl.health.readings import DcgmData, DcgmGpu, FabricData
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.core.types import Cause, Remedy, Verdict
+from rrl.health.node_check import overall
+from rrl.health.readers.samples import DcgmData, DcgmGpu, FabricData
 from rrl.tests.health.looked_at import LookedAt, gpu, port
 
 

@@ -8,16 +8,15 @@ from itertools import product
 import msgspec
 import pytest
 
-from rrl.health import lemons
-from rrl.health.drain_requests import open_requests
-from rrl.health.history import Found, Record, Said, Told
-from rrl.health.incidents import chapters, costs, incidents
-from rrl.health.incidents import held as held_by
-from rrl.health.lemons import Signals, fails_more, judged
-from rrl.health.rates import DAY
-from rrl.health.report import report
-from rrl.health.report_values import DrainState, NodeReport, Report
-from rrl.spec.words import Cause, Flag, Remedy, Verdict
+from rrl.core.types import Cause, Flag, Remedy, Verdict
+from rrl.health.history import rates
+from rrl.health.history.incidents import chapters, costs, incidents
+from rrl.health.history.incidents import held as held_by
+from rrl.health.history.rates import DAY, Signals, fails_more, judged
+from rrl.health.history.records import Found, Record, Said, Told
+from rrl.health.report.drain_requests import open_requests
+from rrl.health.report.model import DrainState, NodeReport, Report
+from rrl.health.report.site import report
 from rrl.tests.health.site import (
     ANNA,
     BEGAN,
@@ -75,7 +74,8 @@ def test_hardware_evidence_counts_from_ten_minutes_before_to_five_after(
 
 
 @pytest.mark.parametrize(
-    ("flags", "owner"), [((), "software"), ((Flag.OBSERVED,), "infra"), ((Flag.HELD_BACK,), "infra")],
+    ("flags", "owner"),
+    [((), "software"), ((Flag.OBSERVED,), "infra"), ((Flag.HELD_BACK,), "infra")],
 )
 def test_a_warning_condemns_nobody_unless_it_is_a_failure_that_is_toned_down(
     flags: tuple[Flag, ...], owner: str
@@ -324,7 +324,7 @@ def test_a_node_that_fails_again_and_again_is_a_lemon() -> None:
 
 def test_one_bad_day_makes_no_lemon() -> None:
     many = Signals(node_failures_alone=9, hardware_findings=1, days=1)
-    assert judged(many).score > lemons.LEMON
+    assert judged(many).score > rates.LEMON
     assert not judged(many).lemon
 
 

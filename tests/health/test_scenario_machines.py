@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.readings import FabricData, HostData, KernelData, NvmlData, Reading
-from rrl.spec.words import NodeName
+from rrl.core.types import NodeName
+from rrl.health.readers.samples import FabricData, HostData, KernelData, NvmlData, Reading
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.hardware import UPTIME
 from rrl.tests.lab.scenarios.load import ScenarioError, load, load_all

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.benchmarks._detection_curve import matched
-from rrl.spec.words import Finding, Life
+from rrl.core.types import Finding, Life
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.load import ScenarioError, load, load_all
 from rrl.tests.lab.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, judge_of

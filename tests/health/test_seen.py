@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.hardware import CHECKS, unknown_checks
-from rrl.health.readings import DcgmData, DcgmGpu
-from rrl.health.trails import Trail
-from rrl.health.xid_log import XidEvent
-from rrl.spec import health_checks
-from rrl.spec.health_checks import CONFIG_ENV, Rules, RulesError, load_rules, parse_rules
+from rrl.config import health_rules
+from rrl.config.health_rules import CONFIG_ENV, Rules, RulesError, load_rules, parse_rules
+from rrl.health.checks.evaluate import CHECKS, unknown_checks
+from rrl.health.checks.node_state import Trail
+from rrl.health.checks.xid_events import XidEvent
+from rrl.health.readers.samples import DcgmData, DcgmGpu
 from rrl.tests.health.looked_at import LookedAt, gpu
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -114,7 +114,7 @@ def test_rules_lie_where_the_site_puts_them_and_without_any_the_defaults_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CONFIG_ENV, raising=False)
-    monkeypatch.setattr(health_checks, "CONFIG", tmp_path / "health.toml")
+    monkeypatch.setattr(health_rules, "CONFIG", tmp_path / "health.toml")
     assert load_rules() == Rules()
     (tmp_path / "health.toml").write_text("[expect]\ngpus = 4\n")
     assert load_rules().expect.gpus == 4

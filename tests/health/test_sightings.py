@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.sightings import Watch
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.core.launch import ExitReason
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.health.detection.watch import Watch
 
 N1, N2 = NodeName("n1"), NodeName("n2")
 ONE = Life(ReplicaId("rollout/0"), 1)

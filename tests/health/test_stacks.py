@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rrl.health.stacks import Grouped, Stack, group, main_thread, main_threads_only, parse, told
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.types import Life, ReplicaId
+from rrl.health.detection.attribution.stack_groups import (
+    Grouped,
+    Stack,
+    group,
+    main_thread,
+    main_threads_only,
+    parse,
+    told,
+)
 
 DUMP = """Process 7: /opt/venv/bin/python -m rrl.roles.rollout.main --token=secret
 Python v3.11.2 (/usr/bin/python3.11)

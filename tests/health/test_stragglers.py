@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.health.guards import detect
-from rrl.health.pace import ROUNDS, WINDOW
-from rrl.spec.jobview import Limits
-from rrl.spec.words import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.core.run_spec import Limits
+from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
+from rrl.health.detection.baselines import ROUNDS, WINDOW
+from rrl.health.detection.detect import detect
 from rrl.tests.health.traces import BUSY, IDLE, LIMITS, Trace, look, warn
 
 ROLLOUTS = tuple(Life(ReplicaId(f"rollout/{index}"), 1) for index in range(6))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rrl.health.sightings import FLAP_WINDOW, FLAPS
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import Life, NodeName, ReplicaId, Verdict
+from rrl.core.launch import ExitReason
+from rrl.core.types import Life, NodeName, ReplicaId, Verdict
+from rrl.health.detection.watch import FLAP_WINDOW, FLAPS
 from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, STORE, TRAINER, Seen, Trace, agent_of, fail, warn
 
 N1, N2 = NodeName("n1"), NodeName("n2")

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.guards import detect
-from rrl.health.probes import TRIES
-from rrl.health.standing import AT_WORK as LATEST
-from rrl.health.suspicion import AT_WORK, EARLY, FIRST, IDLE_SHARE, PROMPT, RESTS, SPINS_FIRST, to_probe
-from rrl.spec.jobview import Limits
-from rrl.spec.phases import PHASES
-from rrl.spec.words import Cause, Life, ProbeResult, Remedy, ReplicaId
+from rrl.core.phases import PHASES
+from rrl.core.run_spec import Limits
+from rrl.core.types import Cause, Life, ProbeResult, Remedy, ReplicaId
+from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.probing import (
+    AT_WORK,
+    EARLY,
+    FIRST,
+    IDLE_SHARE,
+    PROMPT,
+    RESTS,
+    SPINS_FIRST,
+    to_probe,
+)
+from rrl.health.detection.detectors.progress import AT_WORK as LATEST
+from rrl.health.detection.records import TRIES
 from rrl.tests.health.traces import (
     BUSY,
     DEAD,

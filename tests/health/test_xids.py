@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.health.readings import DcgmData, DcgmGpu, GpuXid, KernelEvent
-from rrl.health.xids import authority, catalogue, is_fatal, xid
-from rrl.spec.health_checks import Rules, XidRules
-from rrl.spec.words import Cause, Remedy, Verdict
+from rrl.config.health_rules import Rules, XidRules
+from rrl.core.types import Cause, Remedy, Verdict
+from rrl.health.checks.xid_events import authority, catalogue, is_fatal, xid
+from rrl.health.readers.samples import DcgmData, DcgmGpu, GpuXid, KernelEvent
 from rrl.tests.health.looked_at import LookedAt, gpu
 
 HOUR = 3600.0

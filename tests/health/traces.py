@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from copy import deepcopy
 
-from rrl.health.guards import detect
-from rrl.health.sightings import ReplicaSighting, Watch
-from rrl.health.suspicion import to_probe
-from rrl.spec.jobview import Limits
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
+from rrl.core.run_spec import Limits
+from rrl.core.types import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, role_of
+from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.probing import to_probe
+from rrl.health.detection.watch import ReplicaSighting, Watch
 
 LIMITS = Limits()
 STORE, TRAINER, REWARD = (Life(ReplicaId(f"{role}/0"), 1) for role in ("trajectories", "trainer", "reward"))
@@ -21,7 +21,9 @@ Seen = tuple[str, str, str]
 BUSY, IDLE, SPINNING = (1.0, 0.97, 0.4), (0.01, 0.0, 0.0), (1.0, 1.0, 0.0)
 """loads: cores, share of the time with a kernel, with tensor cores at work"""
 WORKS, DEAD, MUTE = (
-    (ProbeResult.WORKS, "1 token"), (ProbeResult.FAILED, "EngineDeadError"), (ProbeResult.NO_HANDLER, ""),
+    (ProbeResult.WORKS, "1 token"),
+    (ProbeResult.FAILED, "EngineDeadError"),
+    (ProbeResult.NO_HANDLER, ""),
 )
 """answers to a probe"""
 _LOADS = 2.0

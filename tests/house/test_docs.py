@@ -16,10 +16,10 @@ import typer.main
 
 from rrl import Worker
 from rrl.cli.commands import app
+from rrl.config.job.schema import Job
 from rrl.docs import make_picture, make_reference
 from rrl.roles.trajectories.types import Batch
-from rrl.roles.worker import NewWeights, Work
-from rrl.spec.job import Job
+from rrl.roles.worker.api import NewWeights, Work
 from rrl.tests.cli.story import BEGAN, Story
 from rrl.tests.lab.runs import LIGHT, TestRun, check_sound, light_job, submit_here
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.cli import app
+from rrl.cli import main
+from rrl.config.job.load import load_job
 from rrl.examples.qwen3_8b import dapo_math
 from rrl.examples.smollm2 import make_model
-from rrl.spec.load import load_job
 from rrl.tests.lab import model_folders
 from rrl.tests.spec.test_vllm_arguments import fake_vllm
 
@@ -48,7 +48,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_shipped_job_is_valid_and_could_be_submitted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(path)
-    assert app.run(["check", str(path)]) == 0
+    assert main.run(["check", str(path)]) == 0
     told = capsys.readouterr().err.splitlines()
     if job.cluster.kind == "slurm":  # one for a cluster names folders that only that has
         told = [line for line in told if NOT_HERE not in line]

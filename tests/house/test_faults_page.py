@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.progress import NODE_DETECTORS, PROGRESS_DETECTORS
-from rrl.manager.ballast import MOST_FREE
-from rrl.spec.faults import HELPER_KINDS, MANAGER, TRAITS, FaultKind, Traits
-from rrl.spec.job_faults import MOST_RANDOM, FaultsTable
+from rrl.config.job.faults import MOST_RANDOM, FaultsTable
+from rrl.core.faults import HELPER_KINDS, MANAGER, TRAITS, FaultKind, Traits
+from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
+from rrl.manager.execute.fault_injection import MOST_FREE
 from rrl.tests.house.test_docs import ROOT
 
 PAGE = ROOT / "docs" / "faults.md"

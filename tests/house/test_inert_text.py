@@ -32,21 +32,21 @@ INSTEAD = {
 }
 """what to decide by"""
 PARSERS = {
-    "cli/app.py": "puts punctuation behind a message of click",
-    "cli/doctor/readers.py": "reads what Slurm's commands print",
-    "cli/doctor/slurm_text.py": "reads what Slurm's commands print",
-    "health/history_files.py": "splits files into lines",
+    "cli/main.py": "puts punctuation behind a message of click",
+    "cli/doctor/collect.py": "reads what Slurm's commands print",
+    "cli/doctor/slurm_output.py": "reads what Slurm's commands print",
+    "health/history/user_files.py": "splits files into lines",
     "health/readers": "reads what dcgmi, the driver and the kernel print",
-    "health/xids.py": "reads NVIDIA's catalogue of Xids",
-    "manager/cluster/slurm_shapes.py": "reads what sinfo prints",
-    "manager/cluster/slurm_srun.py": "reads what srun prints",
-    "manager/cluster/slurm_text.py": "reads what squeue and scontrol print",
-    "manager/log_copies.py": "splits logs into lines",
-    "roles/rollout/vllm_engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
-    "spec/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
-    "spec/loglines.py": "reads the mark of a line that rrl itself put into a log file",
-    "spec/prelude.py": "quotes paths of job.toml for a shell",
-    "spec/toml_lines.py": "reads TOML",
+    "health/checks/xid_events.py": "reads NVIDIA's catalogue of Xids",
+    "manager/cluster/slurm/requests.py": "reads what sinfo prints",
+    "manager/cluster/slurm/steps.py": "reads what srun prints",
+    "manager/cluster/slurm/parsing.py": "reads what squeue and scontrol print",
+    "manager/reporting/log_buffers.py": "splits logs into lines",
+    "roles/rollout/vllm/engine.py": "reads vLLM's reason for the end of a sequence, which is a value of vLLM's API",
+    "core/drains.py": "reads the mark of rrl off Slurm's reason of a drain, the only field that Slurm keeps",
+    "core/log_lines.py": "reads the mark of a line that rrl itself put into a log file",
+    "core/role_environment.py": "quotes paths of job.toml for a shell",
+    "config/toml_positions.py": "reads TOML",
 }
 """module or folder that may match text: what it does instead of deciding by text that rrl wrote for people"""
 VIEWS = "cli/views"
@@ -164,7 +164,7 @@ def test_a_module_that_may_match_text_still_does(place: str) -> None:
         'spoiled = "not started" in event.detail',
         'MARK = "no handler"\nmute = ok and detail == MARK',
         'mute = "no handler" != detail',
-        'waits = not why.startswith(prefix)',
+        "waits = not why.startswith(prefix)",
         'most = any(one.text.startswith("on most") for one in evidence)',
         'joined = evidence[0].startswith("never_joined")',
         'shown = "stale" in "; ".join(evidence)',
@@ -172,7 +172,7 @@ def test_a_module_that_may_match_text_still_does(place: str) -> None:
         'ours = seen.detail.endswith(f": {reason}")',
         'taken = message.lower() in ("preempted", "timeout")',
         'absent = "No such file" in self._why',
-        'flag = next(flag for missing, flag in FLAGS if missing in why)',
+        "flag = next(flag for missing, flag in FLAGS if missing in why)",
         'EXITED = "exited"\nwanted = record.why not in (EXITED, SIGNALLED)',
     ],
 )

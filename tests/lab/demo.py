@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rrl.spec.rundir import RUNS_ENV
+from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.lab.runs import RRL
 from rrl.tests.lab.slurm import SlurmLab
 

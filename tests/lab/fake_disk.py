@@ -131,5 +131,3 @@ class FakeDisk:
         written = {name: self._synced.get(inode, b"") for name, (inode, _) in held.items()}
         synced = {name: self._synced.get(inode, b"") for name, inode in self._named.items()}
         self.moments.append(Moment(told, number, now, written, synced, self.note))
-
-

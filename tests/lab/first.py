@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rrl.spec.launch import LAUNCH_ENV, ExitRecord, Launch, read_exit, tag_of
-from rrl.spec.loglines import STAMP
-from rrl.spec.processes import Process, processes, sweep
-from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import Life, NodeName, ReplicaId
-from rrl.transport.control import Listener
+from rrl.core.launch import LAUNCH_ENV, ExitRecord, Launch, read_exit, tag_of
+from rrl.core.log_lines import STAMP
+from rrl.core.processes import Process, processes, sweep
+from rrl.core.run_dir import RunDir, write_atomically
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Up, Wanted
 

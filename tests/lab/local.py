@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rrl.core.launch import read_launch
+from rrl.core.processes import Process, processes, sweep
+from rrl.core.run_dir import RunDir
+from rrl.core.types import NodeName
 from rrl.manager.cluster.local import down_mark
-from rrl.spec.launch import read_launch
-from rrl.spec.processes import Process, processes, sweep
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import NodeName
 
 
 def processes_on(run_dir: RunDir, node: str) -> list[Process]:

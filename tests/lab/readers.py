@@ -13,8 +13,8 @@ import signal
 import time
 from pathlib import Path
 
-from rrl.health.readers import Absent, Denied, ReaderOptions
-from rrl.health.readings import HostData
+from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.samples import HostData
 
 _LOOK = 0.01
 """s between two looks for a note"""

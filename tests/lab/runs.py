@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from rrl.manager import events as ev
-from rrl.manager.journal import Follower, replay
-from rrl.manager.state import State, Status, workers
-from rrl.spec.launch import LAUNCH_ENV
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import SHADOW, Life, Outcome, ReplicaId
+from rrl.core.launch import LAUNCH_ENV
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import SHADOW, Life, Outcome, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.state import State, Status, workers
+from rrl.manager.storage.journal import Follower, replay
 from rrl.tests.lab.slurm import SlurmLab
 
 DEADLINE = 120.0
@@ -72,6 +72,7 @@ quiet = "10s"
 step_grace = "3s"
 {extra}
 """
+
 
 Lives = dict[ReplicaId, tuple[Life, int | None, str | None]]
 """Life, pid and node of every replica."""
@@ -287,4 +288,3 @@ def others(before: Lives, after: Lives, but: Sequence[ReplicaId]) -> tuple[Lives
     """Both without ``but``: what must be equal when only those were hurt."""
     kept, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
     return kept, now
-

@@ -1,8 +1,8 @@
 """A lab's accounting: MariaDB and slurmdbd of its own, and whose jobs are limited how.
 
-    lab = SlurmLab.start(accounting=True)
-    accounting.add_account(lab, "physics")
-    accounting.limit(lab, "physics", MaxJobs=1)
+lab = SlurmLab.start(accounting=True)
+accounting.add_account(lab, "physics")
+accounting.limit(lab, "physics", MaxJobs=1)
 """
 
 from __future__ import annotations

@@ -22,15 +22,15 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Launch
-from rrl.manager.journal import replay
-from rrl.manager.lease import holder
-from rrl.manager.state import State
-from rrl.roles.trajectories.audit import Audit
-from rrl.spec.processes import look
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, Verdict, gang_of, role_of
+from rrl.core.processes import look
+from rrl.core.run_dir import RunDir
+from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, Verdict, gang_of, role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Launch
+from rrl.manager.model.state import State
+from rrl.manager.storage.journal import replay
+from rrl.manager.storage.lease import holder
+from rrl.roles.trajectories.records import Audit
 from rrl.tests.lab.runs import DEADLINE, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

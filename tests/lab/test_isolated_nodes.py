@@ -44,6 +44,7 @@ def test_each_node_has_its_own_name_and_address_and_the_user_reaches_all_of_them
 def test_a_cut_node_lives_on_unheard_is_seen_down_and_is_itself_again_when_healed(lab: SlurmLab) -> None:
     step = lab.popen_as_user(["srun", "-N1", "-n1", "-w", "n2", "--mem=100M", "--no-kill", "sleep", "1003"],
                              stderr=subprocess.DEVNULL)  # fmt: skip
+
     def asleep() -> list[int]:
         return [pid for pid, one in slurm_processes.of_node(lab.dir, "n2").items() if one.comm == "sleep"]
 

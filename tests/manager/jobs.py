@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rrl.spec.faults import Fault
-from rrl.spec.jobview import JobView, Limits, Part, Recovery, Resources, RoleView, pool_nodes
-from rrl.spec.words import ReplicaId
+from rrl.core.faults import Fault
+from rrl.core.run_spec import JobView, Limits, Part, Recovery, Resources, RoleView, pool_nodes
+from rrl.core.types import ReplicaId
 
 RUN = "small-1"
 STORE, REWARD, TRAINER = (ReplicaId(f"{role}/0") for role in ("trajectories", "reward", "trainer"))

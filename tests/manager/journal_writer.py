@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Launch, Why
-from rrl.manager.fold import fold
-from rrl.manager.journal import Journal
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, NodeName
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Launch, Why
+from rrl.manager.model.reducer import fold
+from rrl.manager.storage.journal import Journal
 from rrl.tests.manager.jobs import RUN, TRAINER, job
 
 TRAINER_1 = Life(TRAINER, 1)

@@ -13,30 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.manager import executor, lease, resuming, runtime
-from rrl.manager.cluster import (
-    AllocationSeen,
-    AllocationState,
-    Ask,
-    NodeSeen,
-    NodeState,
-    NotHeld,
-    Observed,
-    Refused,
-    Step,
-    Unanswered,
-)  # fmt: skip
-from rrl.manager.events import Stamped
-from rrl.manager.journal import Follower, Journal
-from rrl.manager.lease import Lease
-from rrl.manager.resuming import Order
-from rrl.manager.state import State
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.jobview import JobView
-from rrl.spec.launch import ExitReason, ExitRecord, read_launch
-from rrl.spec.phases import STANDBY
-from rrl.spec.rundir import RunDir, write_atomically
-from rrl.spec.words import (
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason, ExitRecord, read_launch
+from rrl.core.phases import STANDBY
+from rrl.core.run_dir import RunDir, write_atomically
+from rrl.core.run_spec import JobView
+from rrl.core.types import (  # fmt: skip
     AGENT,
     SHADOW,
     Finding,
@@ -48,10 +30,30 @@ from rrl.spec.words import (
     index_of,
     rank_of,
     role_of,
-)  # fmt: skip
+)
+from rrl.manager import runtime
+from rrl.manager.cluster.base import (  # fmt: skip
+    AllocationSeen,
+    AllocationState,
+    Ask,
+    NodeSeen,
+    NodeState,
+    NotHeld,
+    Observed,
+    Refused,
+    Step,
+    Unanswered,
+)
+from rrl.manager.execute import executor
+from rrl.manager.model.events import Stamped
+from rrl.manager.model.state import State
+from rrl.manager.storage import lease, resume_request
+from rrl.manager.storage.journal import Follower, Journal
+from rrl.manager.storage.lease import Lease
+from rrl.manager.storage.resume_request import Order
 from rrl.tests.manager import virtual
 from rrl.transport import messages as msg
-from rrl.transport.control import Address, Incoming
+from rrl.transport.control.endpoints import Address, Incoming
 from rrl.transport.keys import RunKeys
 
 WIRE = 0.01
@@ -269,7 +271,7 @@ class Site:
         state = Follower(self.run).state()
         assert state is not None
         assert state.ended is not None
-        resuming.order(self.run, Order("ada", "resume", job, "job.toml", state.ended), lambda _: None)
+        resume_request.order(self.run, Order("ada", "resume", job, "job.toml", state.ended), lambda _: None)
 
     def when(self, holds: Callable[[], bool], then: Callable[[], None]) -> None:
         """``then``, as soon as it holds."""
@@ -611,9 +613,7 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
 
     class Listening:
         @staticmethod
-        async def open(
-            keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "", bounds: Any = None
-        ) -> FakeListener:
+        async def open(keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "", bounds: Any = None) -> FakeListener:
             return FakeListener(mortals, epoch)
 
     class NoLogs:
@@ -633,6 +633,7 @@ def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(runtime, "Journal", MortalJournal)
     patch.setattr(runtime, "Lease", MortalLease)
     patch.setattr(runtime, "Listener", Listening)
+
     class HostClock(virtual.Clock):
         @staticmethod
         def time() -> float:

@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Request, Why
-from rrl.manager.cluster import Ask, Cluster, Refused
-from rrl.manager.fold import fold
+from rrl.core.run_dir import RunDir
+from rrl.manager.cluster.base import Ask, Cluster, Refused
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Request, Why
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
 from rrl.manager.runtime import Manager
-from rrl.manager.state import State
-from rrl.spec.rundir import RunDir
 from rrl.tests.manager.jobs import NODE, RUN, job
 
 FIRST, OTHER = f"{RUN}.a", f"{RUN}.b"

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import msgspec
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Launch, Why
-from rrl.manager.admission import MEMLOCK_DEFAULT, GpusTaken, memory_locks
-from rrl.manager.cluster import RejectReason
-from rrl.manager.first_words import explained, words_of
-from rrl.manager.state import NEVER_APPEARED, Replica, State, Status, finding_about
-from rrl.spec.launch import ExitReason, tag_of
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Cause, Life, NodeName, ReplicaId, Verdict
+from rrl.core.launch import ExitReason, tag_of
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Cause, Life, NodeName, ReplicaId, Verdict
+from rrl.manager.cluster.base import RejectReason
+from rrl.manager.intake.admission import MEMLOCK_DEFAULT, GpusTaken, memory_locks
+from rrl.manager.intake.message_handler import explained, words_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Launch, Why
+from rrl.manager.model.state import NEVER_APPEARED, Replica, State, Status, finding_about
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, job
 from rrl.tests.manager.test_hearing import HELLO, LAUNCHED, R1, STEP, Hearing
 from rrl.transport.messages import AgentHello, Gone, Hello, Welcome
@@ -110,12 +110,12 @@ def test_a_step_that_never_appeared_is_explained_by_what_its_launcher_said(tmp_p
     assert words_of(run, "t.1") == "srun: error: n1: task 0: Exited with exit code 2"
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: execve(): /v/bin/python: No such file or directory\n")
     said = "slurmstepd: error: execve(): /v/bin/python: No such file or directory"
-    assert explained(run, never) == ev.Done(
-        "t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED
-    )
+    assert explained(run, never) == ev.Done("t.1", False, f"not started: {said}", reason=RejectReason.NOT_STARTED)
     (run.logs / "t.1.step.log.0").write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n\n")
     assert explained(run, never) == ev.Done(
-        "t.1", False, f"{NEVER_APPEARED}: slurmstepd: error: Detected 1 oom-kill event(s)",
+        "t.1",
+        False,
+        f"{NEVER_APPEARED}: slurmstepd: error: Detected 1 oom-kill event(s)",
         reason=RejectReason.NEVER_APPEARED,
     )
     assert explained(run, ev.Done("t.1", True)) == ev.Done("t.1", True)

@@ -9,17 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Finish, Launch, Perform, Request, Rung, Why
-from rrl.manager.adopting import mark_log, named_by
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, Refused
-from rrl.manager.launching import write_launch
-from rrl.manager.state import Allocation, State, Status, owner_of
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.jobview import Resources
-from rrl.spec.launch import ExitReason, ExitRecord, read_launch, tag_of
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, ReplicaId
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason, ExitRecord, read_launch, tag_of
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import Resources
+from rrl.core.types import Life, NodeName, Outcome, ReplicaId
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, Refused
+from rrl.manager.execute.launch import write_launch
+from rrl.manager.intake.standby_promotion import mark_log, named_by
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Finish, Launch, Perform, Request, Rung, Why
+from rrl.manager.model.state import Allocation, State, Status, owner_of
 from rrl.tests.manager import test_hearing
 from rrl.tests.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.tests.manager.test_hearing import Hearing
@@ -93,10 +93,8 @@ def test_a_shadow_that_says_hello_although_it_was_adopted_is_told_again(standing
     assert STEP in state_of(standing).intents
 
 
-def test_a_shadow_that_is_not_connected_cannot_become_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rrl.manager.adopting.RECONNECT", 0.05)
+def test_a_shadow_that_is_not_connected_cannot_become_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrl.manager.intake.standby_promotion.RECONNECT", 0.05)
     hearing = adopted(Hearing(tmp_path, *STANDS_BY))
     with pytest.raises(Refused, match="shadow/n1#3 on n1 is not connected"):
         asyncio.run(hearing.ear.adoptions.adopt(ADOPTION))

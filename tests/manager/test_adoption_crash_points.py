@@ -10,15 +10,15 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Launch
-from rrl.manager.fold import fold
-from rrl.manager.journal import replay
-from rrl.manager.state import State
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.jobview import JobView, Limits
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import SHADOW, Life, Outcome, ReplicaId
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import JobView, Limits
+from rrl.core.types import SHADOW, Life, Outcome, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, Launch
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
+from rrl.manager.storage.journal import replay
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import RUN, TRAINER, gang_job
 from rrl.tests.manager.site import Site, prepare

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import ballast
-from rrl.manager.cluster import Refused
-from rrl.spec.rundir import RunDir
+from rrl.core.run_dir import RunDir
+from rrl.manager.cluster.base import Refused
+from rrl.manager.execute import fault_injection
 from rrl.tests.lab.mounts import own_mounts
 
 
@@ -22,15 +22,15 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_where_others_have_much_room_none_is_taken(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ballast, "MOST_FREE", 0)
+    monkeypatch.setattr(fault_injection, "MOST_FREE", 0)
     with pytest.raises(Refused, match=r"GiB are free on the file system of .*run-1, and no more than 0 GiB"):
-        ballast.fill(run)
+        fault_injection.fill(run)
     assert not run.ballast.exists()
 
 
 def test_a_run_directory_that_is_away_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="No such file"):
-        ballast.fill(RunDir(tmp_path / "nothing"))
+        fault_injection.fill(RunDir(tmp_path / "nothing"))
 
 
 def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,20 +42,20 @@ def test_the_file_is_written_to_the_last_byte_and_given_back(run: RunDir, monkey
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data)
 
-    monkeypatch.setattr(ballast, "MOST_FREE", 2**60)
+    monkeypatch.setattr(fault_injection, "MOST_FREE", 2**60)
     monkeypatch.setattr(os, "write", bounded)
-    assert ballast.fill(run) == f"{run.ballast} takes 3.0 MiB: nothing is left"
+    assert fault_injection.fill(run) == f"{run.ballast} takes 3.0 MiB: nothing is left"
     assert run.ballast.stat().st_size == room
-    assert ballast.give_back(run)
+    assert fault_injection.give_back(run)
     assert not run.ballast.exists()
-    assert not ballast.give_back(run)
+    assert not fault_injection.give_back(run)
 
 
 FILLS_A_REAL_ONE = """
 import subprocess, sys
 from pathlib import Path
-from rrl.manager import ballast
-from rrl.spec.rundir import RunDir
+from rrl.manager.execute import fault_injection as ballast
+from rrl.core.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", run.path], check=True)
 try:

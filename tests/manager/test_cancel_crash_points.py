@@ -11,11 +11,11 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.fold import fold
-from rrl.manager.state import State
-from rrl.spec.jobview import Limits
-from rrl.spec.words import Outcome
+from rrl.core.run_spec import Limits
+from rrl.core.types import Outcome
+from rrl.manager.model import events as ev
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
 from rrl.tests.manager.jobs import job
 from rrl.tests.manager.site import Site
 from rrl.tests.manager.test_crash_points import Script, lived

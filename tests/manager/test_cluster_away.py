@@ -11,11 +11,11 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Launch, Request
-from rrl.manager.cluster import Observed, Unanswered
-from rrl.manager.journal import Journal
-from rrl.spec.words import Outcome
+from rrl.core.types import Outcome
+from rrl.manager.cluster.base import Observed, Unanswered
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, Launch, Request
+from rrl.manager.storage.journal import Journal
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER
 from rrl.tests.manager.site import Site

@@ -9,16 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager.actions import Launch as LaunchAction
-from rrl.manager.actions import Why
-from rrl.manager.cluster import Ask, Refused
-from rrl.manager.containers import apptainer, mounts, pyxis
-from rrl.manager.launching import environment, keep_passed, write_launch
-from rrl.manager.state import Allocation, State
-from rrl.spec.jobview import ContainerView, EnvView, JobView, Resources, RoleView
-from rrl.spec.launch import Launch, read_launch
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.core.launch import Launch, read_launch
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import ContainerView, EnvView, JobView, Resources, RoleView
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.manager.cluster.base import Ask, Refused
+from rrl.manager.execute.launch import apptainer, environment, keep_passed, mounts, pyxis, write_launch
+from rrl.manager.model.actions import Launch as LaunchAction
+from rrl.manager.model.actions import Why
+from rrl.manager.model.state import Allocation, State
 from rrl.tests.manager.jobs import job
 
 NODE = Resources(cpus=8, gpus=4)

@@ -20,15 +20,15 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Decision, Fence, Launch, Outside, Release, Request, StopStep
-from rrl.manager.fold import fold
-from rrl.manager.journal import read_state, replay
-from rrl.manager.state import State, Status, workers
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.jobview import HealthView, JobView, Limits, Recovery
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import AGENT, SHADOW, Outcome, ReplicaId, role_of
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import HealthView, JobView, Limits, Recovery
+from rrl.core.types import AGENT, SHADOW, Outcome, ReplicaId, role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Decision, Fence, Launch, Outside, Release, Request, StopStep
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State, Status, workers
+from rrl.manager.storage.journal import read_state, replay
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, in_parts, job
 from rrl.tests.manager.site import Site, prepare
@@ -272,7 +272,7 @@ def _die_over(name: str, before: bool, numbers: Iterable[int]) -> None:
 def test_a_manager_that_dies_over_a_record_changes_nothing_about_the_end(name: str, before: bool) -> None:
     enumerated = name == "completes" and not before
     numbers = range(1, len(unharmed(name).records) + 1)
-    _die_over(name, before, numbers if enumerated else numbers[before :: SPARSE])
+    _die_over(name, before, numbers if enumerated else numbers[before::SPARSE])
 
 
 @pytest.mark.long

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Perform
-from rrl.manager.state import Status
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import ReplicaId
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.launch import ExitReason
+from rrl.core.types import ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Perform
+from rrl.manager.model.state import Status
 from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
 from rrl.tests.manager.world import World
 

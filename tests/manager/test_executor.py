@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Launch, Outside, Perform, Release, Request, StopStep, Why
-from rrl.manager.cluster import Ask, Observed, Refused, RejectReason, Step, Unanswered
-from rrl.manager.executor import AGAIN, STEP_MARGIN, Executor
-from rrl.manager.lease import LeaseLost
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.words import Life, NodeName
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.types import Life, NodeName
+from rrl.manager.cluster.base import Ask, Observed, Refused, RejectReason, Step, Unanswered
+from rrl.manager.execute.executor import AGAIN, STEP_MARGIN, Executor
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Launch, Outside, Perform, Release, Request, StopStep, Why
+from rrl.manager.storage.lease import LeaseLost
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import NODE, ROLLOUTS
 

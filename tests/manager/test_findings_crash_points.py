@@ -11,11 +11,11 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Launch
-from rrl.manager.state import State
-from rrl.spec.jobview import Limits, Recovery
-from rrl.spec.words import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.core.run_spec import Limits, Recovery
+from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Launch
+from rrl.manager.model.state import State
 from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, command, commands, job
 from rrl.tests.manager.site import Site
 from rrl.tests.manager.test_crash_points import Script, lived

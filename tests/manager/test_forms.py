@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Finish, Launch, Release, Request, Rung
-from rrl.manager.asks import first_asks
-from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
-from rrl.manager.fold import fold
-from rrl.manager.planner.rooms import Rooms
-from rrl.manager.planner.terms import HOPELESS
-from rrl.manager.state import Status, workers
-from rrl.spec.jobview import JobView, Limits, Recovery
-from rrl.spec.words import AGENT, Outcome, ReplicaId, role_of
+from rrl.core.run_spec import JobView, Limits, Recovery
+from rrl.core.types import AGENT, Outcome, ReplicaId, role_of
+from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import Status, workers
+from rrl.manager.planner.capacity.initial_request import first_asks
+from rrl.manager.planner.capacity.nodes import Rooms
+from rrl.manager.planner.deadlines import HOPELESS
 from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, WIDE, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests
 

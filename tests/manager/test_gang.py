@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Launch, Request, Rung, StopStep
-from rrl.manager.cluster import RejectReason
-from rrl.manager.fold import fold
+from rrl.core.launch import ExitReason, tag_of
+from rrl.core.run_spec import JobView, Limits, Recovery
+from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, gang_of, member_id, replica_id, role_of
+from rrl.manager.cluster.base import RejectReason
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import NEVER_APPEARED, Replica, Status, missing, progress, workers
 from rrl.manager.planner import plan
-from rrl.manager.state import NEVER_APPEARED, Replica, Status, missing, progress, workers
-from rrl.spec.jobview import JobView, Limits, Recovery
-from rrl.spec.launch import ExitReason, tag_of
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, gang_of, member_id, replica_id, role_of
 from rrl.tests.manager.jobs import REWARD, RUN, STORE, TRAINER, command, commands, gang_job, in_parts
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests, rungs
 
@@ -288,9 +288,7 @@ def sharded(replicas: int, least: int, ranks: int = 2, per_node: int = 1, spares
     role = msgspec.structs.replace(command("shard", replicas, least), ranks=ranks, per_node=per_node)
     small = commands(role, spares=spares)
     nodes = replicas * role.nodes + spares
-    return msgspec.structs.replace(
-        small, parts=(msgspec.structs.replace(small.parts[0], nodes=nodes, needed=nodes),)
-    )
+    return msgspec.structs.replace(small, parts=(msgspec.structs.replace(small.parts[0], nodes=nodes, needed=nodes),))
 
 
 S0, S1 = replica_id("shard", 0), replica_id("shard", 1)

@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.sightings import Watch
-from rrl.manager import events as ev
-from rrl.manager.actions import Finish, Launch, Request, Why
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, RejectReason
-from rrl.manager.fold import fold
-from rrl.manager.hearing import Ear
-from rrl.manager.state import State, Status
-from rrl.spec.launch import ExitReason, ExitRecord, tag_of
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, ProbeResult, ReplicaId, Version
+from rrl.core.launch import ExitReason, ExitRecord, tag_of
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, NodeName, Outcome, ProbeResult, ReplicaId, Version
+from rrl.health.detection.watch import Watch
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, RejectReason
+from rrl.manager.intake.message_handler import Ear
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Finish, Launch, Request, Why
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State, Status
 from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
 from rrl.transport import messages as msg
-from rrl.transport.control import Incoming
+from rrl.transport.control.endpoints import Incoming
 
 N1 = NodeName("n1")
 R1, R2 = Life(ROLLOUTS[0], 1), Life(ROLLOUTS[0], 2)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from rrl.manager.fold import fold
-from rrl.manager.ledger import account
-from rrl.manager.planner.brakes import exclusions_allowed, held_back
-from rrl.manager.state import State
-from rrl.spec.jobview import Limits
-from rrl.spec.words import NodeName, Outcome, ReplicaId
+from rrl.core.run_spec import Limits
+from rrl.core.types import NodeName, Outcome, ReplicaId
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
+from rrl.manager.planner.recovery.node_exclusion import exclusions_allowed, held_back
+from rrl.manager.reporting.summary import account
 from rrl.tests.manager.jobs import ROLLOUTS, job
 from rrl.tests.manager.site import Site
 from rrl.tests.manager.test_crash_points import Script, lived

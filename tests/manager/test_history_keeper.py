@@ -12,19 +12,32 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.health.history import Acted, Alive, Began, Failed, Found, Held, Left, Lost, Mended, Over, Record, read_line
-from rrl.manager import events as ev
-from rrl.manager import history_keeper
-from rrl.manager.actions import Drain, Exclude, Fence, Finish, Readmit, RestartAll, Rung, Undrain, Why
-from rrl.manager.chronicle import Chronicle
-from rrl.manager.cluster import AllocationSeen, AllocationState
-from rrl.manager.history_keeper import HistoryKeeper, own_name
-from rrl.manager.state import State
-from rrl.manager.submit import create
-from rrl.spec.jobview import JobView, Resources
-from rrl.spec.load import load_job
-from rrl.spec.rundir import HISTORY_ENV, RUNS_ENV
-from rrl.spec.words import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.config.job.load import load_job
+from rrl.core.run_dir import HISTORY_ENV, RUNS_ENV
+from rrl.core.run_spec import JobView, Resources
+from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, Verdict
+from rrl.health.history.records import (
+    Acted,
+    Alive,
+    Began,
+    Failed,
+    Found,
+    Held,
+    Left,
+    Lost,
+    Mended,
+    Over,
+    Record,
+    read_line,
+)
+from rrl.manager.bootstrap.start import create
+from rrl.manager.cluster.base import AllocationSeen, AllocationState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Drain, Exclude, Fence, Finish, Readmit, RestartAll, Rung, Undrain, Why
+from rrl.manager.model.state import State
+from rrl.manager.reporting import history_writer
+from rrl.manager.reporting.history_events import Chronicle
+from rrl.manager.reporting.history_writer import HistoryKeeper, own_name
 from rrl.tests.cli.story import BEGAN, Story, job_view
 from rrl.tests.spec.jobs import JOB
 
@@ -53,7 +66,7 @@ class Told:
         self.records: list[Record] = list(self.chronicle.first)
 
     def up_to_now(self) -> list[Record]:
-        from rrl.manager.fold import fold
+        from rrl.manager.model.reducer import fold
 
         for stamped in self.story.stamped[self._read :]:
             before, self._state = self._state, fold(self._state, stamped)
@@ -132,9 +145,9 @@ def test_a_move_is_no_failure() -> None:
 
 
 def test_an_injected_failure_is_told_as_one() -> None:
-    from rrl.manager.actions import Perform
-    from rrl.spec import faults
-    from rrl.spec.faults import Fault, FaultKind
+    from rrl.core import faults
+    from rrl.core.faults import Fault, FaultKind
+    from rrl.manager.model.actions import Perform
 
     told = works()
     fault, life = Fault("f0", FaultKind.KILL, "rollout/0", faults.At(step=1)), told.story.life("rollout/0")
@@ -285,7 +298,7 @@ def keeper(folder: Path | str, story: Story, epoch: int = 1) -> HistoryKeeper:
 
 
 def tell(kept: HistoryKeeper, story: Story) -> None:
-    from rrl.manager.fold import fold
+    from rrl.manager.model.reducer import fold
 
     state: State | None = None
     for stamped in story.stamped:
@@ -374,9 +387,9 @@ def test_storage_that_hangs_holds_nobody_up(
         assert back.wait(DEADLINE)
         return really(fd, data)
 
-    monkeypatch.setattr(history_keeper, "_write", hangs)
-    monkeypatch.setattr(history_keeper, "MOST_WAITING", 8)
-    monkeypatch.setattr(history_keeper, "LEAVE", 0.1)
+    monkeypatch.setattr(history_writer, "_write", hangs)
+    monkeypatch.setattr(history_writer, "MOST_WAITING", 8)
+    monkeypatch.setattr(history_writer, "LEAVE", 0.1)
     story = Story("small", wide()).works()
     for i in range(100):
         story.tell(ev.Decided(Exclude(NodeName(f"x{i}"), Why(()), by="anna")))
@@ -402,7 +415,7 @@ def test_a_full_disk_loses_lines_and_the_file_says_how_many(tmp_path: Path, monk
             raise OSError(28, "No space left on device")
         return really(fd, data[: room.pop()])
 
-    monkeypatch.setattr(history_keeper, "_write", short)
+    monkeypatch.setattr(history_writer, "_write", short)
     story = Story("small", wide())
     kept = keeper(tmp_path, story)
     path = file_of(tmp_path)
@@ -420,7 +433,7 @@ def test_a_full_disk_loses_lines_and_the_file_says_how_many(tmp_path: Path, monk
 
 
 def test_a_run_that_nothing_happens_to_says_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_keeper, "ALIVE", 0.02)
+    monkeypatch.setattr(history_writer, "ALIVE", 0.02)
     kept = keeper(tmp_path, Story("small", wide()))
     path = file_of(tmp_path)
     eventually(lambda: path.exists() and any(isinstance(one, Alive) for one in read(path)))
@@ -441,5 +454,3 @@ def test_a_job_names_its_folder_or_takes_the_sites(
     source.write_text(JOB + (f'\n[health]\nhistory = "{said}"\n' if said else ""))
     run = create(load_job(source), source)
     assert msgspec.json.decode(run.view.read_bytes(), type=JobView).health.history == folder
-
-

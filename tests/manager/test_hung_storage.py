@@ -11,19 +11,19 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager import hearing as hearing_module
-from rrl.manager import lease as lease_module
-from rrl.manager.cluster import Cluster
-from rrl.manager.lease import Lease, LeaseLost
+from rrl.core.launch import ExitReason, ExitRecord
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Version
+from rrl.manager.cluster.base import Cluster
+from rrl.manager.intake import message_handler as hearing_module
+from rrl.manager.model import events as ev
 from rrl.manager.runtime import Manager
-from rrl.spec.launch import ExitReason, ExitRecord
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Version
+from rrl.manager.storage import lease as lease_module
+from rrl.manager.storage.lease import Lease, LeaseLost
 from rrl.tests.manager.jobs import RUN, job
 from rrl.tests.manager.test_hearing import HELLO, LAUNCHED, N1, R1, STEP, WANTED, Hearing
 from rrl.transport import messages as msg
-from rrl.transport.control import Incoming
+from rrl.transport.control.endpoints import Incoming
 
 DEADLINE = 60.0
 PATIENCE = 3600.0

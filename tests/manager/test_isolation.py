@@ -7,10 +7,10 @@ from typing import Literal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rrl.manager.actions import Fence
-from rrl.manager.state import Replica, Status, workers
-from rrl.spec.jobview import Recovery
-from rrl.spec.words import AGENT, ReplicaId, role_of
+from rrl.core.run_spec import Recovery
+from rrl.core.types import AGENT, ReplicaId, role_of
+from rrl.manager.model.actions import Fence
+from rrl.manager.model.state import Replica, Status, workers
 from rrl.tests.manager.jobs import REWARD, STORE, TRAINER, job
 from rrl.tests.manager.world import World
 

@@ -11,12 +11,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager import journal as journal_module
-from rrl.manager.fold import fold
-from rrl.manager.journal import MAGIC, SCHEMA, Follower, Head, Journal, JournalError, _framed, read_state, replay
-from rrl.manager.state import State
-from rrl.spec.rundir import RunDir
+from rrl.core.run_dir import RunDir
+from rrl.manager.model import events as ev
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
+from rrl.manager.storage import journal as journal_module
+from rrl.manager.storage.journal import (
+    MAGIC,
+    SCHEMA,
+    Follower,
+    Head,
+    Journal,
+    JournalError,
+    _framed,
+    read_state,
+    replay,
+)
 from rrl.tests.manager.jobs import RUN
 from rrl.tests.manager.journal_writer import Writer
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.fold import fold
-from rrl.manager.journal import read_state, replay
-from rrl.manager.state import State
-from rrl.spec.rundir import RunDir
+from rrl.core.run_dir import RunDir
+from rrl.manager.model import events as ev
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
+from rrl.manager.storage.journal import read_state, replay
 from rrl.tests.lab.fake_disk import Died, FakeDisk, Image
 from rrl.tests.manager.jobs import RUN
 from rrl.tests.manager.journal_writer import BEGUN, Writer
@@ -135,7 +135,9 @@ def _die_everywhere(story: Story, tmp_path: Path, cuts: Callable[[int, int], Ite
             try:
                 _check(_left(tmp_path / str(len(seen)), image), story.flushed[moment.note], story.timelines)
             except BaseException as error:
-                error.add_note(f"{moment.number}: {moment.call}; {({name: len(data) for name, data in image.items()})}")
+                error.add_note(
+                    f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }"
+                )
                 raise
     return len(seen)
 

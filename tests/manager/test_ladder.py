@@ -8,17 +8,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
-from rrl.manager.fold_lives import LONGEST_PAUSE
-from rrl.manager.planner.ending import said_at_the_end
-from rrl.manager.planner.ladder import HELPER, POLICIES, depth
-from rrl.manager.planner.terms import FINAL_GRACES
-from rrl.manager.state import Status, workers
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.job import RecoveryTable
-from rrl.spec.jobview import Limits, Recovery
-from rrl.spec.words import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, member_id, role_of
+from rrl.config.job.schema import RecoveryTable
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.run_spec import Limits, Recovery
+from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, member_id, role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
+from rrl.manager.model.reduce_replicas import LONGEST_PAUSE
+from rrl.manager.model.state import Status, workers
+from rrl.manager.planner.deadlines import FINAL_GRACES
+from rrl.manager.planner.recovery.ladder import HELPER, POLICIES, depth
+from rrl.manager.planner.shutdown import said_at_the_end
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, lost, requests
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import lease as lease_module
-from rrl.manager.lease import Lease, LeaseHeld, LeaseLost, holder
-from rrl.spec.rundir import RunDir, write_atomically
+from rrl.core.run_dir import RunDir, write_atomically
+from rrl.manager.storage import lease as lease_module
+from rrl.manager.storage.lease import Lease, LeaseHeld, LeaseLost, holder
 from rrl.tests.manager import virtual
 
 PATIENCE = 10.0
@@ -85,8 +85,8 @@ def test_of_two_that_saw_the_same_newest_epoch_one_wins(run: RunDir, monkeypatch
 _CLAIM = """
 import asyncio, sys
 from pathlib import Path
-from rrl.manager.lease import Lease, LeaseHeld
-from rrl.spec.rundir import RunDir, write_atomically
+from rrl.manager.storage.lease import Lease, LeaseHeld
+from rrl.core.run_dir import RunDir, write_atomically
 sys.stdin.readline()
 try:
     print(asyncio.run(Lease.acquire(RunDir(Path(sys.argv[1])), 0.2)).epoch)

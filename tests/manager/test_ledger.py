@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Rung, Why
-from rrl.manager.journal import Journal
-from rrl.manager.ledger import Recovery, Summary, account, write_summary
-from rrl.spec import faults
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import ExitReason, tag_of
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
+from rrl.core import faults
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason, tag_of
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, NodeName, Outcome, ReplicaId, Verdict, Version, member_id, role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Perform, Rung, Why
+from rrl.manager.reporting.summary import Recovery, Summary, account, write_summary
+from rrl.manager.storage.journal import Journal
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
 from rrl.tests.manager.world import found, lost
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.health.guards import detect
-from rrl.health.lessons import Lesson
-from rrl.health.sightings import Watch
-from rrl.health.usual import Took
-from rrl.manager import events as ev
-from rrl.manager import lessons as of_managers
-from rrl.manager.actions import Launch, Why
-from rrl.manager.fold import fold
-from rrl.manager.lessons import PAUSE, Lessons, inherit
-from rrl.manager.state import State
-from rrl.spec.launch import tag_of
-from rrl.spec.words import Life, NodeName, Outcome, Verdict
+from rrl.core.launch import tag_of
+from rrl.core.types import Life, NodeName, Outcome, Verdict
+from rrl.health.detection.baselines import Lesson, Took
+from rrl.health.detection.detect import detect
+from rrl.health.detection.watch import Watch
+from rrl.manager.intake import finding_gate as of_managers
+from rrl.manager.intake.finding_gate import PAUSE, Lessons, inherit
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Launch, Why
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
 from rrl.tests.manager.jobs import RUN, TRAINER, job
 from rrl.tests.manager.test_crash_points import LIMITS, Script, lived
 

@@ -13,19 +13,19 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from rrl.manager import events as ev
-from rrl.manager import log_copies
-from rrl.manager.actions import Fence, Rung, Why
-from rrl.manager.log_collector import LogCollector, _believed
-from rrl.manager.state import Replica, State, Status
-from rrl.spec.launch import ExitReason, Launch
-from rrl.spec.loglines import STAMP
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.launch import ExitReason, Launch
+from rrl.core.log_lines import STAMP
+from rrl.core.types import Life, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Rung, Why
+from rrl.manager.model.state import Replica, State, Status
+from rrl.manager.reporting import log_buffers
+from rrl.manager.reporting.log_collector import LogCollector, _believed
 from rrl.tests.cli.story import Story
 from rrl.tests.lab.first import Lab, eventually, lab
-from rrl.transport.control import Address
-from rrl.transport.logs import LOGS, Lines, Taken
-from rrl.transport.wire import frame
+from rrl.transport.control.endpoints import Address
+from rrl.transport.control.log_messages import LOGS, Lines, Taken
+from rrl.transport.control.sockets import frame
 
 TALKER = ("sh", "-c", "echo its last words; sleep 1000")
 STATE = Story("run-1").works().told()
@@ -48,7 +48,7 @@ def shipped(at: Lab, launch: Launch, epoch: int = 1) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_copies, "LAST_WORD", 0.0)
+    monkeypatch.setattr(log_buffers, "LAST_WORD", 0.0)
 
 
 def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_last_lines_of_a_killed_step_are_kept_though_its_file_never_opened(t
         async with at.manager(), collecting(at) as collector:
             launch = at.launch(*TALKER)
             os.mkfifo(at.run.log_file(launch.tag))  # opening it hangs, as on storage that is away
-            step = at.start(launch, patch="import rrl.roles.log_pump as p; p.STUCK = 1000.0")
+            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 1000.0")
             await eventually(lambda: collector.copies.size)
             assert shipped(at, launch) == [], "written only when it is needed"
             step.kill()  # its node is gone
@@ -83,7 +83,7 @@ def test_lines_of_a_step_that_was_adopted_are_kept_under_its_own_name_when_its_m
         async with at.manager(), collecting(at, state=state) as collector:
             launch = at.launch(*TALKER, replica=shadow.replica)
             os.mkfifo(at.run.log_file(launch.tag))
-            step = at.start(launch, patch="import rrl.roles.log_pump as p; p.STUCK = 1000.0")
+            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 1000.0")
             await eventually(lambda: collector.copies.size)
             assert shipped(at, launch) == []
             step.kill()
@@ -99,7 +99,7 @@ def test_a_step_that_cannot_write_its_file_has_the_manager_write(tmp_path: Path)
         async with at.manager(), collecting(at):
             launch = at.launch(*TALKER)
             at.run.log_file(launch.tag).symlink_to("/dev/full")
-            step = at.start(launch, patch="import rrl.roles.log_pump as p; p.STUCK = 0.05")
+            step = at.start(launch, patch="import rrl.roles.launcher.logs.pump as p; p.STUCK = 0.05")
             assert await eventually(lambda: shipped(at, launch)) == ["its last words"]
             assert step.poll() is None, "while it lives"
 

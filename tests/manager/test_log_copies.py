@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rrl.manager.log_copies import LAST_WORD, Copies
-from rrl.spec.loglines import is_notice, stamp
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, ReplicaId
-from rrl.transport.logs import LOGS, TAIL_BYTES, Lines
+from rrl.core.log_lines import is_notice, stamp
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, ReplicaId
+from rrl.manager.reporting.log_buffers import LAST_WORD, Copies
+from rrl.transport.control.log_messages import LOGS, TAIL_BYTES, Lines
 
 A, B, OLD = (Life(ReplicaId("rollout/0"), 2), Life(ReplicaId("rollout/1"), 1), Life(ReplicaId("rollout/0"), 1))
 LATER = 1000.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager.mailbox import Letter, letters, taken
-from rrl.spec.rundir import RunDir
+from rrl.core.run_dir import RunDir
+from rrl.manager.intake.user_commands import Letter, letters, taken
 
 
 @pytest.fixture

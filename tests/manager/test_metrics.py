@@ -21,17 +21,16 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rrl.health.history_cache import HistoryCache
-from rrl.health.report import report
-from rrl.manager import events as ev
-from rrl.manager import metrics_server
-from rrl.manager.actions import Drain, Exclude, Fence, Rung, Why
-from rrl.manager.fold import fold
-from rrl.manager.metrics import MOST_FINDINGS, Facts, samples
-from rrl.manager.metrics_server import AT_ONCE, MetricsServer
-from rrl.manager.tally import Tally
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, ReplicaId, Verdict
+from rrl.health.history.cache import HistoryCache
+from rrl.health.report.site import report
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Drain, Exclude, Fence, Rung, Why
+from rrl.manager.model.reducer import fold
+from rrl.manager.reporting import metrics_server
+from rrl.manager.reporting.metrics import MOST_FINDINGS, Facts, Tally, samples
+from rrl.manager.reporting.metrics_server import AT_ONCE, MetricsServer
 from rrl.tests.cli.story import BEGAN, Story
 from rrl.tests.lab.runs import light_job, lives, submit_here
 from rrl.tests.manager.test_history_keeper import eventually, wide
@@ -238,9 +237,7 @@ def test_metrics_are_served_at_a_free_port_whose_address_is_written_down(run: Ru
         urllib.request.urlopen(f"http://{address}/metrics", timeout=60)
 
 
-def test_clients_that_say_nothing_take_a_few_threads_for_a_while(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_say_nothing_take_a_few_threads_for_a_while(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "WITHIN", 2.0)
     story = works()
     server = MetricsServer(run, "127.0.0.1:0", lambda: samples(story.told(), tallied(story), Facts(story.now)))
@@ -348,5 +345,3 @@ def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: 
     cache.close()
     assert (site.failures, site.other_failures) == (0, 1)  # a process that was killed says nothing of its node
     assert [(one.owner, one.cause) for one in site.causes] == [("software", "process")]
-
-

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Rung
-from rrl.manager.cluster import RejectReason
-from rrl.manager.state import NEVER_APPEARED, Status, workers
-from rrl.spec.jobview import EnvView, JobView, Recovery
-from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
+from rrl.core.run_spec import EnvView, JobView, Recovery
+from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
+from rrl.manager.cluster.base import RejectReason
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Rung
+from rrl.manager.model.state import NEVER_APPEARED, Status, workers
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.health.correlation import SILENT_TOGETHER
-from rrl.health.progress import NODE_DETECTORS
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Launch, Readmit, Request, Why
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask
-from rrl.manager.node_health import GONE, MOST, OWN, heeded, rebased
+from rrl.core.launch import tag_of
+from rrl.core.run_spec import HealthView
+from rrl.core.types import Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict
+from rrl.health.detection.attribution.correlation import SILENT_TOGETHER
+from rrl.health.detection.detectors.registry import NODE_DETECTORS
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask
+from rrl.manager.intake.finding_gate import GONE, MOST, OWN, heeded, rebased
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Launch, Readmit, Request, Why
 from rrl.manager.planner import plan
-from rrl.spec.jobview import HealthView
-from rrl.spec.launch import tag_of
-from rrl.spec.words import Cause, Evidence, Finding, Life, NodeName, Remedy, ReplicaId, Verdict
 from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN
 from rrl.tests.manager.test_hearing import Hearing
 from rrl.transport import messages as msg
@@ -345,7 +345,7 @@ def test_what_a_thousand_nodes_say_is_not_looked_through_at_every_turn(
 ) -> None:
     hearing.ear.findings.detected([], {})
     hearing.hear(hello(found("hot", Verdict.WARN)))
-    monkeypatch.setattr("rrl.manager.findings.correlate", None)
+    monkeypatch.setattr("rrl.manager.intake.finding_gate.correlate", None)
     assert hearing.ear.findings.detected([], {}) == float("inf")
     with pytest.raises(TypeError):
         hearing.hear(says(found()))

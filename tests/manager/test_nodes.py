@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Drain, Exclude, Fence, Launch, Outside, Readmit, Release, Request, Shrink, Undrain
-from rrl.manager.cluster import AllocationSeen, AllocationState, NodeSeen, NodeState
-from rrl.manager.ledger import account
-from rrl.manager.planner.rooms import Rooms
-from rrl.manager.state import Status, workers
-from rrl.spec.jobview import EnvView, HealthView, JobView, Recovery
-from rrl.spec.words import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
+from rrl.core.run_spec import EnvView, HealthView, JobView, Recovery
+from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Remedy, ReplicaId, Verdict, replica_id, role_of
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, NodeSeen, NodeState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, Outside, Readmit, Release, Request, Shrink, Undrain
+from rrl.manager.model.state import Status, workers
+from rrl.manager.planner.capacity.nodes import Rooms
+from rrl.manager.reporting.summary import account
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job
 from rrl.tests.manager.world import World, found, lost
 

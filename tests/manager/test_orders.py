@@ -3,13 +3,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.mailbox import Letter
-from rrl.manager.orders import events_of, refusal
-from rrl.manager.state import State
-from rrl.spec.faults import At, Fault, FaultKind, Unfit
-from rrl.spec.jobview import JobView
-from rrl.spec.words import SHADOW, Outcome
+from rrl.core.faults import At, Fault, FaultKind, Unfit
+from rrl.core.run_spec import JobView
+from rrl.core.types import SHADOW, Outcome
+from rrl.manager.intake.user_commands import Letter, events_of, refusal
+from rrl.manager.model import events as ev
+from rrl.manager.model.state import State
 from rrl.tests.manager.jobs import ROLLOUTS, gang_job, job
 from rrl.tests.manager.world import World
 
@@ -19,7 +18,6 @@ KILL = Fault("i1", FaultKind.KILL, R0)
 
 def text_of(wrong: Unfit | None) -> str:
     return wrong.text if wrong is not None else ""
-
 
 
 def allowing(**changes: object) -> JobView:

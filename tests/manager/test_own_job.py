@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import hold, own_job
-from rrl.manager import submit as starting
-from rrl.manager.journal import JournalError
-from rrl.spec.job import Job
-from rrl.spec.jobview import JobView
-from rrl.spec.load import load_job
-from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.config.job.load import load_job
+from rrl.config.job.schema import Job
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_spec import JobView
+from rrl.manager.bootstrap import manager_job, pool_supervisor
+from rrl.manager.bootstrap import start as starting
+from rrl.manager.storage.journal import JournalError
 from rrl.tests.cli.story import Story, completed
 from rrl.tests.spec.jobs import JOB
 
@@ -43,26 +43,26 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) ->
 
 def test_all_managers_of_a_run_have_one_name_wait_for_each_other_and_are_not_requeued(tmp_path: Path) -> None:
     extra = '[slurm]\npartition = "gpu"\naccount = "a"\n[manager]\nslurm = { partition = "cpu", exclusive = true }\n'
-    job = own_job.parameters(RUN, view(tmp_path, extra))
+    job = manager_job.parameters(RUN, view(tmp_path, extra))
     assert (job["job_name"], job["dependency"]) == (f"{RUN}.manager", "singleton")
     passed = {"no-requeue": True, "partition": "cpu", "account": "a", "exclusive": True}
     assert job["additional_parameters"] == passed
-    assert job["time"] == (86400 + own_job.MARGIN) // 60
+    assert job["time"] == (86400 + manager_job.MARGIN) // 60
 
 
 def test_where_jobs_may_not_last_as_long_as_the_run_managers_and_pools_follow_each_other(tmp_path: Path) -> None:
     small = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "1d"')
     assert (small.walltime, {part.walltime for part in small.parts}) == (3 * 86400.0, {86400.0})
-    assert own_job.parameters(RUN, small)["time"] == 1440
+    assert manager_job.parameters(RUN, small)["time"] == 1440
     short = view(tmp_path, cluster='walltime = "3d"\njob_walltime = "5min"')
-    assert own_job.parameters(RUN, short)["time"] == own_job.SHORTEST // 60
+    assert manager_job.parameters(RUN, short)["time"] == manager_job.SHORTEST // 60
 
 
 def test_a_pool_with_its_manager_is_the_pool_and_one_exec_line(tmp_path: Path) -> None:
-    text = own_job.pool_script(RUN, view(tmp_path, '[manager]\nwhere = "pool"\n'), "/runs/small-7")
+    text = manager_job.pool_script(RUN, view(tmp_path, '[manager]\nwhere = "pool"\n'), "/runs/small-7")
     assert f"#SBATCH --job-name={RUN}.pool\n" in text
     assert "#SBATCH --output=/runs/small-7/submit/pool.log\n" in text
-    assert text.splitlines()[-1].endswith(" -P -m rrl.manager.hold /runs/small-7")
+    assert text.splitlines()[-1].endswith(" -P -m rrl.manager.bootstrap.pool_supervisor /runs/small-7")
 
 
 def test_a_manager_knows_the_pool_that_it_lives_in_by_its_own_jobs_name(
@@ -70,16 +70,16 @@ def test_a_manager_knows_the_pool_that_it_lives_in_by_its_own_jobs_name(
 ) -> None:
     pool, job = view(tmp_path, '[manager]\nwhere = "pool"\n'), view(tmp_path)
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.pool")
-    assert own_job.within(RUN, pool) == f"{RUN}.pool"
-    assert own_job.within(RUN, job) == ""
+    assert manager_job.within(RUN, pool) == f"{RUN}.pool"
+    assert manager_job.within(RUN, job) == ""
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # started by hand, in somebody's interactive job
-    assert own_job.within(RUN, pool) == ""
+    assert manager_job.within(RUN, pool) == ""
 
 
 def follow(run: RunDir, job: JobView, queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_job, "SETTLED", 0.0)
-    monkeypatch.setattr(own_job, "queue", lambda run, view, manage: queued())
-    asyncio.run(own_job.keep_successor(run, job, lambda run: None))
+    monkeypatch.setattr(manager_job, "SETTLED", 0.0)
+    monkeypatch.setattr(manager_job, "queue", lambda run, view, manage: queued())
+    asyncio.run(manager_job.keep_successor(run, job, lambda run: None))
 
 
 @pytest.mark.parametrize(("waiting", "queued"), [("", 1), ("echo 77", 0)])
@@ -138,20 +138,20 @@ def test_what_waits_is_taken_from_the_queue_and_what_runs_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = commands(tmp_path, monkeypatch, scancel="", squeue="echo 77")
-    assert asyncio.run(own_job.withdraw(RUN, view(tmp_path))) == ""
+    assert asyncio.run(manager_job.withdraw(RUN, view(tmp_path))) == ""
     assert told.read_text() == f"scancel --state=PENDING --name={RUN}.manager\n"
-    assert not asyncio.run(own_job.withdrawn(RUN, view(tmp_path))), "one runs"
+    assert not asyncio.run(manager_job.withdrawn(RUN, view(tmp_path))), "one runs"
     commands(tmp_path, monkeypatch, scancel="", squeue="")
-    assert asyncio.run(own_job.withdrawn(RUN, view(tmp_path)))
+    assert asyncio.run(manager_job.withdrawn(RUN, view(tmp_path)))
     commands(tmp_path, monkeypatch, scancel="echo no >&2; exit 1")
-    assert asyncio.run(own_job.withdraw(RUN, view(tmp_path))) == "scancel: no"
+    assert asyncio.run(manager_job.withdraw(RUN, view(tmp_path))) == "scancel: no"
 
 
 def test_a_submission_from_within_a_job_is_not_shaped_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    with own_job._outside_of_a_job():
+    with manager_job._outside_of_a_job():
         assert {"SLURM_JOB_ID", "SBATCH_PARTITION"}.isdisjoint(os.environ)
         assert os.environ["SLURM_CONF"] == "/etc/slurm.conf"
     assert os.environ["SLURM_JOB_ID"] == "7"
@@ -164,7 +164,7 @@ def test_a_second_manager_that_cannot_be_queued_is_a_warning(tmp_path: Path, mon
         if isinstance(answer := answers.pop(0), Exception):
             raise answer
 
-    monkeypatch.setattr(own_job, "queue", queue)
+    monkeypatch.setattr(manager_job, "queue", queue)
     warning = starting.start_manager(RunDir(tmp_path / RUN), view(tmp_path))
     assert warning.startswith("no second manager could be queued")
     assert warning.endswith(": AssocMaxSubmitJobLimit")
@@ -203,13 +203,13 @@ def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
         return -9
 
     monkeypatch.setattr("subprocess.call", call)
-    monkeypatch.setattr(hold, "PAUSE", 0.0)
+    monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
     monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
-    assert hold.main() == 0
+    assert pool_supervisor.main() == 0
     assert len(lives) == 3
     assert lives[0][-1] == str(run.path)
     assert capsys.readouterr().out.count("the manager ended with -9 before the run did") == 2
-    assert hold.main() == 0
+    assert pool_supervisor.main() == 0
     assert len(lives) == 3, "a manager was started for a run that has ended"
 
 
@@ -224,11 +224,11 @@ def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
             raise answer
         return answer
 
-    monkeypatch.setattr(hold, "ended", ended)
-    monkeypatch.setattr(hold, "PAUSE", 0.0)
+    monkeypatch.setattr(pool_supervisor, "ended", ended)
+    monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
     monkeypatch.setattr("subprocess.call", lambda argv: 1)
     monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
-    assert hold.main() == 0
+    assert pool_supervisor.main() == 0
     assert "rrl hold: torn\nrrl hold: [Errno 116] Stale file handle\n" in capsys.readouterr().out
 
 
@@ -237,11 +237,11 @@ def test_a_pool_whose_run_was_removed_is_given_back(tmp_path: Path, monkeypatch:
 
     def call(argv: list[str]) -> int:
         lives.append(argv)
-        assert len(lives) <= hold.MAX_FUTILE_STARTS, "the pool is held for a run that nobody can manage"
+        assert len(lives) <= pool_supervisor.MAX_FUTILE_STARTS, "the pool is held for a run that nobody can manage"
         return 1
 
     monkeypatch.setattr("subprocess.call", call)
-    monkeypatch.setattr(hold, "PAUSE", 0.0)
+    monkeypatch.setattr(pool_supervisor, "PAUSE", 0.0)
     monkeypatch.setattr("sys.argv", ["hold", str(tmp_path / "removed")])
-    assert hold.main() == 1
-    assert len(lives) == hold.MAX_FUTILE_STARTS
+    assert pool_supervisor.main() == 1
+    assert len(lives) == pool_supervisor.MAX_FUTILE_STARTS

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.manager import ballast, performer
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Perform, Rung, Why
-from rrl.manager.cluster import Refused, Unanswered
-from rrl.manager.performer import Performer, abandoned
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import ExitReason
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.manager.cluster.base import Refused, Unanswered
+from rrl.manager.execute import fault_injection
+from rrl.manager.execute.fault_injection import Performer, abandoned
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Perform, Rung, Why
 from rrl.tests.lab.first import eventually
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import ROLLOUTS, job
@@ -118,7 +118,7 @@ def test_a_role_that_is_replaced_before_it_called_leaves_it_unknown(tmp_path: Pa
     bench = Bench(tmp_path)
 
     async def replaced() -> None:
-        await asyncio.sleep(10 * performer.ANSWER_WITHIN)  # it may take as long as it likes to call
+        await asyncio.sleep(10 * fault_injection.ANSWER_WITHIN)  # it may take as long as it likes to call
         assert bench.told() == []
         bench.record(ev.Decided(Fence(bench.life, Rung.IN_PLACE, Why(("it hangs",)))))
 
@@ -197,7 +197,7 @@ def test_a_full_disk_is_given_back_after_its_time(tmp_path: Path, monkeypatch: p
     async def full() -> None:
         await eventually(bench.run.ballast.exists)
 
-    monkeypatch.setattr(ballast, "fill", filled)
+    monkeypatch.setattr(fault_injection, "fill", filled)
     began, over = bench.play(bench.intend(FaultKind.DISK_FULL, "", seconds=30.0), full)
     assert not bench.run.ballast.exists()
     assert (began.detail, over.detail, over.ended) == ("filled", "the room is given back", True)
@@ -207,7 +207,7 @@ def test_a_full_disk_is_given_back_when_the_manager_leaves_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path)
-    monkeypatch.setattr(ballast, "fill", lambda run: str(run.ballast.write_bytes(b"1")))
+    monkeypatch.setattr(fault_injection, "fill", lambda run: str(run.ballast.write_bytes(b"1")))
 
     async def story() -> None:
         task = asyncio.create_task(bench.performer.perform(bench.intend(FaultKind.DISK_FULL, "", seconds=1000.0)))

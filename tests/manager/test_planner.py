@@ -8,19 +8,19 @@ from itertools import pairwise
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
-from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
-from rrl.manager.fold import fold
-from rrl.manager.fold_lives import RETURN_PAUSE
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.run_spec import Limits, Recovery
+from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
+from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
+from rrl.manager.model.reduce_replicas import RETURN_PAUSE
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import Status, workers
 from rrl.manager.planner import Plan, plan
-from rrl.manager.planner.ending import said_at_the_end
-from rrl.manager.planner.start import REFUSALS
-from rrl.manager.planner.terms import HOPELESS, WALLTIME_MARGIN
-from rrl.manager.state import Status, workers
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.jobview import Limits, Recovery
-from rrl.spec.words import AGENT, NodeName, Outcome, ReplicaId, role_of
+from rrl.manager.planner.capacity.initial_request import REFUSALS
+from rrl.manager.planner.deadlines import HOPELESS, WALLTIME_MARGIN
+from rrl.manager.planner.shutdown import said_at_the_end
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, lost, requests, rungs
 
@@ -749,9 +749,7 @@ def test_a_run_ends_in_order_before_its_walltime_does_counted_from_when_its_pool
     world.play()
     assert world.now < ran + 3600.0
     assert_nothing_is_left(world, Outcome.FAILED)
-    assert world.decided(Finish)[0].why.evidence == (
-        "the walltime of 3600 s ends; 2 of 3 steps are committed",
-    )
+    assert world.decided(Finish)[0].why.evidence == ("the walltime of 3600 s ends; 2 of 3 steps are committed",)
     assert said_at_the_end(world.state).endswith(f"; rrl resume {RUN} goes on from step 2")
 
 

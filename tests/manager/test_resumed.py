@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Release, Request
-from rrl.manager.cluster import AllocationSeen, AllocationState
-from rrl.manager.state import workers
-from rrl.spec.jobview import EnvView, JobView, ManagerView
-from rrl.spec.words import NodeName, Outcome, ReplicaId
+from rrl.core.run_spec import EnvView, JobView, ManagerView
+from rrl.core.types import NodeName, Outcome, ReplicaId
+from rrl.manager.cluster.base import AllocationSeen, AllocationState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Release, Request
+from rrl.manager.model.state import workers
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, in_parts, job
 from rrl.tests.manager.world import World, requests
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rrl.manager import resuming
-from rrl.manager.hold import ended
-from rrl.manager.journal import Follower
-from rrl.manager.resuming import AlreadyOrdered, Order
-from rrl.spec.jobview import Limits
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Outcome
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import Limits
+from rrl.core.types import Outcome
+from rrl.manager.bootstrap.pool_supervisor import ended
+from rrl.manager.storage import resume_request
+from rrl.manager.storage.journal import Follower
+from rrl.manager.storage.resume_request import AlreadyOrdered, Order
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import RUN, job
 from rrl.tests.manager.site import Site, prepare
@@ -46,25 +46,25 @@ def _files(run: RunDir) -> set[str]:
 
 
 def test_an_order_changes_nothing_until_it_is_taken_and_placed(run: RunDir) -> None:
-    resuming.order(run, _order(), _fill)
-    assert (resuming.pending(run), _files(run)) == (_order(), {"old"})
-    assert (resuming.take(run), _files(run)) == (_order(), {"old"})
-    resuming.place(run)
-    assert (resuming.pending(run), _files(run)) == (None, {"new"})
-    assert resuming.take(run) is None
+    resume_request.order(run, _order(), _fill)
+    assert (resume_request.pending(run), _files(run)) == (_order(), {"old"})
+    assert (resume_request.take(run), _files(run)) == (_order(), {"old"})
+    resume_request.place(run)
+    assert (resume_request.pending(run), _files(run)) == (None, {"new"})
+    assert resume_request.take(run) is None
     assert not [path for path in run.path.iterdir() if "resum" in path.name]
 
 
 def test_one_that_is_withdrawn_leaves_nothing_and_one_that_is_taken_cannot_be(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
-    resuming.order(run, _order(), _fill)
-    assert resuming.withdraw(run)
+    resume_request.order(run, _order(), _fill)
+    assert resume_request.withdraw(run)
     assert sorted(run.path.iterdir()) == before
-    resuming.order(run, _order("bob"), _fill)
-    assert resuming.take(run) == _order("bob")
-    assert not resuming.withdraw(run)
+    resume_request.order(run, _order("bob"), _fill)
+    assert resume_request.take(run) == _order("bob")
+    assert not resume_request.withdraw(run)
     with pytest.raises(AlreadyOrdered, match="bob has ordered that already"):
-        resuming.order(run, _order(), _fill)
+        resume_request.order(run, _order(), _fill)
 
 
 def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
@@ -74,7 +74,7 @@ def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
 
     before = sorted(run.path.iterdir())
     with pytest.raises(OSError, match="No space"):
-        resuming.order(run, _order(), full)
+        resume_request.order(run, _order(), full)
     assert sorted(run.path.iterdir()) == before
 
 
@@ -82,8 +82,8 @@ def test_one_that_cannot_be_written_leaves_nothing(run: RunDir) -> None:
 def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one_that_does_the_rest(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
-    resuming.order(run, _order(), _fill)
-    resuming.take(run)
+    resume_request.order(run, _order(), _fill)
+    resume_request.take(run)
     done: list[Any] = []
 
     def dies(source: Any, target: Any, really: Any = os.replace) -> None:
@@ -94,21 +94,19 @@ def test_a_manager_that_dies_while_it_puts_the_files_in_place_is_followed_by_one
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dies)
         with pytest.raises(KeyboardInterrupt):
-            resuming.place(run)
-    assert resuming.take(run) == _order(), "the next manager finds it"
-    resuming.place(run)
-    assert (_files(run), resuming.pending(run)) == ({"new"}, None)
+            resume_request.place(run)
+    assert resume_request.take(run) == _order(), "the next manager finds it"
+    resume_request.place(run)
+    assert (_files(run), resume_request.pending(run)) == ({"new"}, None)
 
 
-def test_what_is_no_order_is_put_aside_and_the_next_one_counts(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_order_is_put_aside_and_the_next_one_counts(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.resume.mkdir()
     (run.resume / "order.json").write_text('{"by": 7}')
-    assert resuming.pending(run) is None
+    assert resume_request.pending(run) is None
     assert "holds no order" in capsys.readouterr().err
-    resuming.order(run, _order(), _fill)
-    assert resuming.take(run) == _order()
+    resume_request.order(run, _order(), _fill)
+    assert resume_request.take(run) == _order()
 
 
 def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
@@ -123,7 +121,7 @@ def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
         prepare(site, monkeypatch)
         outcome = await site.manage()
         await site.to_rest()
-        resuming.order(run, _order(), lambda _: None)
+        resume_request.order(run, _order(), lambda _: None)
         assert not ended(run), "a manager is to look at it"
         assert await site.manage() == outcome
         await site.to_rest()
@@ -132,6 +130,6 @@ def test_an_order_that_comes_too_late_is_put_aside_by_the_manager(
     state = Follower(run).state()
     assert state is not None
     assert isinstance(state.outcome, Outcome)
-    assert resuming.pending(run) is None
+    assert resume_request.pending(run) is None
     assert ended(run)
     assert "ada ordered too late" in capsys.readouterr().err

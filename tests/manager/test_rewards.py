@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.manager.rewards import CURVE_POINTS, ENDS, GAPS, Rewards, committed
+from rrl.manager.model.reward_curve import CURVE_POINTS, ENDS, GAPS, Rewards, committed
 
 
 def told(*words: tuple[int, float | None], rewards: Rewards | None = None) -> Rewards:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Drain, Launch, Release, Request, Shrink, Undrain, Why
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed, RejectReason
-from rrl.manager.fold import fold
+from rrl.core.launch import tag_of
+from rrl.core.types import Life, NodeName
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, Observed, RejectReason
+from rrl.manager.intake.reconcile import EAGER, Misses, hungry, settle, undecided
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Drain, Launch, Release, Request, Shrink, Undrain, Why
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import State
 from rrl.manager.planner import plan
-from rrl.manager.settle import EAGER, Misses, hungry, settle, undecided
-from rrl.manager.state import State
-from rrl.spec.launch import tag_of
-from rrl.spec.words import Life, NodeName
 from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
 
 POOL = f"{RUN}.pool"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Launch, Request, Rung, StopStep
-from rrl.manager.fold import fold
+from rrl.core.launch import ExitReason, tag_of
+from rrl.core.run_spec import Limits, Recovery, Resources
+from rrl.core.types import SHADOW, Life, NodeName, Outcome, member_id, replica_id
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import First, Status, owner_of, workers
 from rrl.manager.planner import plan
-from rrl.manager.planner.rooms import Rooms
-from rrl.manager.planner.wiring import wire
-from rrl.manager.state import First, Status, owner_of, workers
-from rrl.spec.jobview import Limits, Recovery, Resources
-from rrl.spec.launch import ExitReason, tag_of
-from rrl.spec.words import SHADOW, Life, NodeName, Outcome, member_id, replica_id
+from rrl.manager.planner.capacity.nodes import Rooms
+from rrl.manager.planner.peer_directory import wire
 from rrl.tests.manager.jobs import REWARD, RUN, STORE, TRAINER, gang_job, in_parts
 from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 
@@ -262,9 +262,7 @@ def test_rollouts_that_made_room_do_not_take_it_back_whatever_the_order_of_the_r
 
 def test_of_two_nodes_that_are_lost_at_once_both_members_go_on_warm() -> None:
     limits = Limits(silence=10.0)
-    world = World(
-        gang_job(2, 1, standbys=1, limits=limits, recovery=Recovery(breaker=0.5)), nodes=9
-    ).steady().warmed()
+    world = World(gang_job(2, 1, standbys=1, limits=limits, recovery=Recovery(breaker=0.5)), nodes=9).steady().warmed()
     world.lose_node(N2)
     world.lose_node(N3)
     world.play(lambda: world.incarnations()[M1] == 2)

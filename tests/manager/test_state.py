@@ -10,10 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.health.lessons import Lesson
-from rrl.health.usual import Took
-from rrl.manager import events as ev
-from rrl.manager.actions import (
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.launch import ExitReason, tag_of
+from rrl.core.run_spec import Recovery
+from rrl.core.types import (  # fmt: skip
+    Cause,
+    Evidence,
+    Finding,
+    Life,
+    NodeName,
+    Outcome,
+    Remedy,
+    ReplicaId,
+    Verdict,
+    Version,
+)
+from rrl.health.detection.baselines import Lesson, Took
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, RejectReason
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import (
     Drain,
     Exclude,
     Fence,
@@ -30,25 +45,9 @@ from rrl.manager.actions import (
     Undrain,
     Why,
 )
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, NodeSeen, NodeState, RejectReason
-from rrl.manager.fold import fold
-from rrl.manager.fold_lives import RETURN_PAUSE
-from rrl.manager.state import Lingering, State, Status, open_requests, workers
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.jobview import Recovery
-from rrl.spec.launch import ExitReason, tag_of
-from rrl.spec.words import (
-    Cause,
-    Evidence,
-    Finding,
-    Life,
-    NodeName,
-    Outcome,
-    Remedy,
-    ReplicaId,
-    Verdict,
-    Version,
-)  # fmt: skip
+from rrl.manager.model.reduce_replicas import RETURN_PAUSE
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import Lingering, State, Status, open_requests, workers
 from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
 from rrl.tests.manager.world import found, lost
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import submit
-from rrl.manager.lease import LeaseHeld
-from rrl.spec.job import Job
-from rrl.spec.jobview import JobView
-from rrl.spec.load import load_job
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Outcome
+from rrl.config.job.load import load_job
+from rrl.config.job.schema import Job
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.run_spec import JobView
+from rrl.core.types import Outcome
+from rrl.manager.bootstrap import start
+from rrl.manager.storage.lease import LeaseHeld
 from rrl.tests.spec.jobs import JOB
 
 
@@ -31,7 +31,7 @@ def job(source: Path) -> Job:
 
 
 def test_two_runs_of_one_second_have_two_ids(job: Job, source: Path) -> None:
-    runs = [submit.create(job, source) for _ in range(5)]
+    runs = [start.create(job, source) for _ in range(5)]
     assert len({run.id for run in runs}) == 5
     assert all(run.path.stat().st_mode & 0o777 == 0o700 for run in runs)
 
@@ -42,10 +42,10 @@ def test_a_manager_that_cannot_be_started_leaves_no_run_and_says_why(
     def fail(run: RunDir, view: JobView) -> str:
         raise OSError("no such partition")
 
-    monkeypatch.setattr(submit, "start_manager", fail)
-    run = submit.create(job, source)
+    monkeypatch.setattr(start, "start_manager", fail)
+    run = start.create(job, source)
     with pytest.raises(OSError, match="no such partition"):
-        submit.start(run, job)
+        start.start(run, job)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -55,19 +55,17 @@ def test_a_run_directory_that_becomes_full_while_it_is_made_is_removed(
     def full(path: Path, data: bytes, mode: int = 0o600) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(submit, "write_atomically", full)
+    monkeypatch.setattr(start, "write_atomically", full)
     with pytest.raises(OSError, match="No space left on device"):
-        submit.create(job, source)
+        start.create(job, source)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_submission_that_dies_tells_its_last_words(
-    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = submit.create(job, source)
-    monkeypatch.setattr(submit, "LOCAL_FOREVER", None)  # submitit cannot reckon with it
+def test_a_submission_that_dies_tells_its_last_words(job: Job, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start.create(job, source)
+    monkeypatch.setattr(start, "LOCAL_FOREVER", None)  # submitit cannot reckon with it
     with pytest.raises(OSError, match=r"^TypeError: "):
-        submit.start_manager(run, job.view("python"))
+        start.start_manager(run, job.view("python"))
 
 
 def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
@@ -81,9 +79,9 @@ def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
             raise end
         return end
 
-    monkeypatch.setattr(submit, "_run", one)
-    monkeypatch.setattr(submit, "RETRY_PAUSE", 0.0)
-    assert submit.run_here(submit.create(job, source)) == "completed"
+    monkeypatch.setattr(start, "_run", one)
+    monkeypatch.setattr(start, "RETRY_PAUSE", 0.0)
+    assert start.run_here(start.create(job, source)) == "completed"
     assert "ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
@@ -98,8 +96,8 @@ def test_it_is_not_followed_for_ever_nor_where_another_lives(
         begun += 1
         raise error
 
-    monkeypatch.setattr(submit, "_run", one)
-    monkeypatch.setattr(submit, "RETRY_PAUSE", 0.0)
+    monkeypatch.setattr(start, "_run", one)
+    monkeypatch.setattr(start, "RETRY_PAUSE", 0.0)
     with pytest.raises(type(error)):
-        submit.run_here(submit.create(job, source))
+        start.run_here(start.create(job, source))
     assert begun == lives

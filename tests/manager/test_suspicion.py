@@ -10,14 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rrl.health.guards import detect
-from rrl.health.sightings import Watch
-from rrl.manager import events as ev
-from rrl.manager import suspicion
-from rrl.manager.suspicion import AGAIN, WITHIN, Suspicion
-from rrl.spec.jobview import HealthView, JobView, Limits
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import (
+from rrl.core.run_dir import RunDir
+from rrl.core.run_spec import HealthView, JobView, Limits
+from rrl.core.types import (
     AGENT,
     Cause,
     Evidence,
@@ -30,6 +25,11 @@ from rrl.spec.words import (
     Verdict,
     replica_id,
 )
+from rrl.health.detection.detect import detect
+from rrl.health.detection.watch import Watch
+from rrl.manager.intake import hang_investigation
+from rrl.manager.intake.hang_investigation import AGAIN, WITHIN, Suspicion
+from rrl.manager.model import events as ev
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
 from rrl.tests.manager.world import World
@@ -288,7 +288,7 @@ def test_a_gang_whose_members_all_hang_is_looked_into_once_and_each_is_told_of_i
 def test_of_very_many_hangs_at_once_some_are_looked_into_and_none_of_the_others_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspicion, "AT_ONCE", 1)
+    monkeypatch.setattr(hang_investigation, "AT_ONCE", 1)
 
     async def story(desk: Desk) -> None:
         other = desk.world.state.replica(ROLLOUTS[1]).life

@@ -5,14 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Finish, Launch, Release, Request, Rung
-from rrl.manager.cluster import AllocationSeen, AllocationState
-from rrl.manager.planner.start import REFUSALS
-from rrl.manager.state import Status, workers
-from rrl.spec.jobview import JobView, Limits, Part
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import (
+from rrl.core.launch import ExitReason
+from rrl.core.run_spec import JobView, Limits, Part
+from rrl.core.types import (  # fmt: skip
     AGENT,
     Cause,
     Evidence,
@@ -23,7 +18,12 @@ from rrl.spec.words import (
     ReplicaId,
     Verdict,
     role_of,
-)  # fmt: skip
+)
+from rrl.manager.cluster.base import AllocationSeen, AllocationState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
+from rrl.manager.model.state import Status, workers
+from rrl.manager.planner.capacity.initial_request import REFUSALS
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, requests
 

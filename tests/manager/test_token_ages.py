@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rrl.manager.token_ages import KEPT_STEPS, TokenAges, finding, with_step
-from rrl.spec.words import Verdict
+from rrl.core.types import Verdict
+from rrl.manager.model.token_ages import KEPT_STEPS, TokenAges, finding, with_step
 
 
 def told(medians: Sequence[float], ages: TokenAges = TokenAges(), first: int = 1) -> TokenAges:

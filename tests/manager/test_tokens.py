@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, NodeName
 from rrl.manager.cluster.local import LocalCluster
 from rrl.manager.runtime import Manager
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, job
 
 R0, R1 = (Life(id, 1) for id in ROLLOUTS)

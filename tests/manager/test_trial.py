@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager.trial import Trouble, troubles
-from rrl.spec.load import load_job
+from rrl.config.job.load import load_job
+from rrl.manager.bootstrap.preflight import Trouble, troubles
 from rrl.tests.lab.slurm import SlurmLab
 from rrl.tests.spec.jobs import JOB
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Launch, Request, Rung, StopStep
-from rrl.manager.fold import fold
+from rrl.core.launch import tag_of
+from rrl.core.run_spec import JobView, Recovery, pool_nodes
+from rrl.core.types import Life, NodeName, Outcome, ReplicaId, replica_id, shadow_id, stands_for
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import Status, owner_of
 from rrl.manager.planner import plan
-from rrl.manager.planner.wiring import wire
-from rrl.manager.state import Status, owner_of
-from rrl.spec.jobview import JobView, Recovery, pool_nodes
-from rrl.spec.launch import tag_of
-from rrl.spec.words import Life, NodeName, Outcome, ReplicaId, replica_id, shadow_id, stands_for
+from rrl.manager.planner.peer_directory import wire
 from rrl.tests.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 

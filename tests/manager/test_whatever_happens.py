@@ -11,12 +11,12 @@ import random
 import msgspec
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Launch
-from rrl.manager.cluster import AllocationState, NodeSeen, NodeState
-from rrl.manager.state import Status, gangs, workers
-from rrl.spec.jobview import JobView, Recovery
-from rrl.spec.words import Cause, NodeName
+from rrl.core.run_spec import JobView, Recovery
+from rrl.core.types import Cause, NodeName
+from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Launch
+from rrl.manager.model.state import Status, gangs, workers
 from rrl.tests.manager.jobs import gang_job, in_parts
 from rrl.tests.manager.test_nodes import Nodes
 from rrl.tests.manager.world import found

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from rrl.manager.planner.wiring import wire
-from rrl.manager.state import State, Status
-from rrl.spec.words import Life, ReplicaId, Version, member_id, role_of
+from rrl.core.types import Life, ReplicaId, Version, member_id, role_of
+from rrl.manager.model.state import State, Status
+from rrl.manager.planner.peer_directory import wire
 from rrl.tests.manager.jobs import TRAINER, gang_job
 from rrl.tests.manager.world import World
 from rrl.transport.messages import Holder

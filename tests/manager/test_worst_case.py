@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Request
-from rrl.manager.asks import first_asks
-from rrl.manager.fold import fold
+from rrl.core.run_spec import JobView, ManagerView, Part, Recovery, Resources, RoleView
+from rrl.manager.bootstrap.preview import shadows, worst_case
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Request
+from rrl.manager.model.reducer import fold
 from rrl.manager.planner import plan
-from rrl.manager.worst_case import shadows, worst_case
-from rrl.spec.jobview import JobView, ManagerView, Part, Recovery, Resources, RoleView
+from rrl.manager.planner.capacity.initial_request import first_asks
 
 NODE = Resources(cpus=2, mem=2**30)
 

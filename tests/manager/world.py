@@ -12,16 +12,10 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TypeVar
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Action, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
-from rrl.manager.cluster import AllocationSeen, AllocationState, Ask, RejectReason
-from rrl.manager.fold import fold
-from rrl.manager.planner import plan
-from rrl.manager.state import NEVER_APPEARED, State, Status, workers
-from rrl.spec.jobview import JobView
-from rrl.spec.launch import ExitReason
-from rrl.spec.phases import STANDBY
-from rrl.spec.words import (
+from rrl.core.launch import ExitReason
+from rrl.core.phases import STANDBY
+from rrl.core.run_spec import JobView
+from rrl.core.types import (  # fmt: skip
     AGENT,
     SHADOW,
     Cause,
@@ -38,7 +32,13 @@ from rrl.spec.words import (
     rank_of,
     role_of,
     stands_for,
-)  # fmt: skip
+)
+from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, RejectReason
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Action, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
+from rrl.manager.model.reducer import fold
+from rrl.manager.model.state import NEVER_APPEARED, State, Status, workers
+from rrl.manager.planner import plan
 from rrl.tests.manager.jobs import RUN
 
 A = TypeVar("A", bound=Action)
@@ -491,7 +491,7 @@ def _holds(life: Life) -> bool:
 
 
 def _exit(text: str) -> tuple[ExitReason, str]:
-    """Return what :func:`rrl.spec.launch.exit_text` made this text of; any other text is a detail."""
+    """Return what :func:`rrl.core.launch.exit_text` made this text of; any other text is a detail."""
     reason, _, detail = text.partition(": ")
     return (ExitReason(reason), detail) if reason in set(ExitReason) else (ExitReason.EXITED, text)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.roles.activity import Usage, at_work, usage
-from rrl.spec.rundir import write_atomically
+from rrl.core.run_dir import write_atomically
+from rrl.roles.launcher.activity import Usage, at_work, usage
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.transport.messages import Beat, FirstWork, Hello
 
@@ -55,7 +55,7 @@ def test_a_command_that_works_progresses_and_one_that_waits_does_not(tmp_path: P
                 at.launch(sys.executable, "-c", PROGRAM, env={"RRL_BEAT": "0.1"}), watch="activity"
             )
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
-            at.start(launch, patch="from rrl.roles import activity; activity.LOOK = 0.4")
+            at.start(launch, patch="from rrl.roles.launcher import activity; activity.LOOK = 0.4")
 
             def beats() -> list[int]:
                 return [message.done for message in manager.heard if isinstance(message, Beat)]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles.agent import _removed
-from rrl.spec.faults import At, Fault, FaultKind
-from rrl.spec.launch import LAUNCH_ENV, ExitReason, Launch
-from rrl.spec.processes import Process, look
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.faults import At, Fault, FaultKind
+from rrl.core.launch import LAUNCH_ENV, ExitReason, Launch
+from rrl.core.processes import Process, look
+from rrl.core.types import Life, ReplicaId
+from rrl.roles.agent.main import _removed
 from rrl.tests.lab.first import Lab, Manager, eventually, lab
 from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected, StepExit, Stop
 
@@ -184,7 +184,7 @@ def test_a_run_directory_whose_storage_is_away_was_not_removed(tmp_path: Path) -
 @pytest.mark.parametrize("gone", ["summary", "folder"])
 def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_leaves(tmp_path: Path, gone: str) -> None:
     async def story(at: Lab) -> None:
-        patch = "import rrl.roles.agent as a, rrl.roles.first as f; a.RUN_OVER_FOR = 0.3; f.LAST_WORDS = 0.1"
+        patch = "import rrl.roles.agent.main as a, rrl.roles.launcher.first_process as f; a.RUN_OVER_FOR = 0.3; f.LAST_WORDS = 0.1"
         async with node(at, patch) as here:
             launch, _ = await here.step(*DAEMON)
             await here.sees(launch)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from rrl.spec.launch import Launch
-from rrl.spec.words import Cause, Finding, Verdict
+from rrl.core.launch import Launch
+from rrl.core.types import Cause, Finding, Verdict
 from rrl.tests.lab.first import Lab, Manager, eventually, lab
 from rrl.tests.lab.nvml.driver import FakeDriver
 from rrl.transport.messages import AgentBeat, AgentHello, Found, Load, Stop
@@ -165,7 +165,7 @@ def test_fewer_gpus_than_the_job_asked_for_are_a_failure_and_more_are_none(tmp_p
 def test_readers_that_cannot_be_started_are_said_once_and_the_agent_goes_on(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
-            here.start("nvml", patch="import rrl.health.readers.keeper as k; k._spawn = None; ")
+            here.start("nvml", patch="import rrl.health.readers.isolation.client as k; k._spawn = None; ")
             (trouble,) = (await here.manager.hears(AgentHello)).findings
             assert (trouble.detector, trouble.verdict, trouble.cause) == ("watching", Verdict.WARN, Cause.SOFTWARE)
             await here.manager.hears(AgentBeat)
@@ -177,7 +177,7 @@ def test_readers_that_cannot_be_started_are_said_once_and_the_agent_goes_on(tmp_
 def test_checks_that_fail_are_said_once_and_the_agent_goes_on(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
-            here.start("nvml", patch="import rrl.roles.node_health as n; n.judge = None; ")
+            here.start("nvml", patch="import rrl.roles.agent.node_monitor as n; n.judge = None; ")
             assert [one.detector for one in (await here.manager.hears(AgentHello)).findings] == ["watching"]
             here.manager.heard.clear()
             await here.manager.hears(AgentBeat)
@@ -190,7 +190,7 @@ def test_checks_that_fail_later_are_said_then(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with node(at) as here:
             here.start("nvml", patch=(
-                "import time; import rrl.roles.node_health as n; real = n.judge; "
+                "import time; import rrl.roles.agent.node_monitor as n; real = n.judge; "
                 "n.judge = lambda *given: real(*given) if time.monotonic() < until else None; "
                 "until = time.monotonic() + 6.0; "
             ))  # fmt: skip

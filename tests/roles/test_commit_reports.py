@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rrl.roles import commit_reports
-from rrl.roles.commit_reports import CommitReports
 from rrl.roles.trajectories.types import StepMetrics
+from rrl.roles.worker import commit_reports
+from rrl.roles.worker.commit_reports import CommitReports
 from rrl.tests.manager import virtual
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager.containers import apptainer
-from rrl.spec.jobview import ContainerView, EnvView, Resources, RoleView
-from rrl.spec.launch import ExitReason, Launch
-from rrl.spec.prelude import prelude
-from rrl.spec.processes import Process, look
-from rrl.spec.rundir import write_atomically
+from rrl.core.launch import ExitReason, Launch
+from rrl.core.processes import Process, look
+from rrl.core.role_environment import prelude
+from rrl.core.run_dir import write_atomically
+from rrl.core.run_spec import ContainerView, EnvView, Resources, RoleView
+from rrl.manager.execute.launch import apptainer
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.transport.messages import AgentBeat, AgentHello, Gone, StepExit
 
@@ -65,9 +65,7 @@ def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_r
 
 
 @pytest.mark.parametrize("how", ["asked", "killed"])
-def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its_step(
-    tmp_path: Path, how: str
-) -> None:
+def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its_step(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent")

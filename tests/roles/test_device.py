@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from rrl.roles.device import given_device
+from rrl.core.launch import Launch
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.roles.models.tensors import given_device
 from rrl.roles.rollout import main as rollout_main
-from rrl.roles.trainer import gang
-from rrl.spec.launch import Launch
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.roles.trainer import process_group
 
 pytestmark = pytest.mark.torch
 
@@ -27,7 +27,7 @@ def test_whoever_asked_for_no_gpu_computes_on_the_cpu_even_where_there_is_one(mo
 
 
 def _trains(me: Any) -> None:
-    gang.form(me)
+    process_group.form(me)
 
 
 def _rolls_out(me: Any) -> None:

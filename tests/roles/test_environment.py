@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.roles.environment import on_this_node, rdma_devices, see_all_gpus, ucx_devices
-from rrl.roles.gpus import held_gpus, held_gpus_within
-from rrl.spec.descriptors import NOFILE
-from rrl.spec.jobview import EnvView
-from rrl.spec.launch import ExitReason, Launch
-from rrl.spec.prelude import prelude
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.core.launch import ExitReason, Launch
+from rrl.core.processes import NOFILE
+from rrl.core.role_environment import prelude
+from rrl.core.run_dir import write_atomically
+from rrl.core.run_spec import EnvView
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.roles.launcher.environment import on_this_node, rdma_devices, see_all_gpus, ucx_devices
+from rrl.roles.launcher.gpus import held_gpus, held_gpus_within
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.transport.address import NoAddress, interfaces
 from rrl.transport.messages import AgentHello, StepExit

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles import faults
-from rrl.roles.faults import PERFORM, NotPerformed, Target, find_target, lasts
-from rrl.spec.faults import TRAITS, Fault, FaultKind
-from rrl.spec.processes import look
+from rrl.core.faults import TRAITS, Fault, FaultKind
+from rrl.core.processes import look
+from rrl.roles.agent import fault_injection
+from rrl.roles.agent.fault_injection import PERFORM, NotPerformed, Target, find_target, lasts
 from rrl.tests.lab.first import Lab, eventually, lab
 
 
@@ -112,7 +112,7 @@ def test_under_slurm_what_holds_the_step_is_killed_if_it_may_be(
             assert "slurmstepd" in PERFORM[FaultKind.KILL_STEP](Target(step, step))
             assert holder.wait() == -signal.SIGKILL
         else:
-            monkeypatch.setattr(faults, "send", _refused)
+            monkeypatch.setattr(fault_injection, "send", _refused)
             with pytest.raises(NotPerformed, match="belongs to another user"):
                 PERFORM[FaultKind.KILL_STEP](Target(step, step))
             assert look(child) is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles.tokenizer import open_tokenizer
+from rrl.roles.models.tokenizer import open_tokenizer
 from rrl.tests.roles import folders
 
 pytestmark = pytest.mark.torch
@@ -97,7 +97,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None
 
 def test_a_store_and_a_reward_role_open_it_without_torch_or_transformers(folder: Path) -> None:
     code = (
-        "import sys; from rrl.roles.tokenizer import open_tokenizer;"
+        "import sys; from rrl.roles.models.tokenizer import open_tokenizer;"
         f"print(open_tokenizer({{'path': {str(folder)!r}, 'chat': True}}).prompt('x') != ());"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from rrl.roles import link as link_module
-from rrl.roles.link import Link
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.core.types import Life, ReplicaId, Version
+from rrl.roles.worker import connection as link_module
+from rrl.roles.worker.connection import Link
 from rrl.tests.lab.first import PATIENCE, lab
 from rrl.tests.transport.weights.chain import Publisher, until
 from rrl.tests.transport.weights.piping import CHUNK, SECRET, Spy, calm, holder, piped, served
 from rrl.tests.transport.weights.source import content, described
 from rrl.transport.messages import Holder, Peers
-from rrl.transport.weights import swarm
+from rrl.transport.weights import pull
 
 ME = Life(ReplicaId("rollout/1"), 1)
 V1, V2, V3, V4 = (Version(step, 1) for step in (1, 2, 3, 4))
@@ -53,7 +53,7 @@ Play = Callable[[Story], None]
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Nobody is too slow here."""
     monkeypatch.setattr(link_module, "Pace", calm)
-    monkeypatch.setattr(swarm, "FIRST", PATIENCE)
+    monkeypatch.setattr(pull, "FIRST", PATIENCE)
 
     @asynccontextmanager
     async def following() -> AsyncGenerator[Rollout]:

@@ -12,7 +12,7 @@ from signal import SIGKILL
 
 import msgspec
 
-from rrl.spec.launch import ExitReason, ExitRecord, Launch
+from rrl.core.launch import ExitReason, ExitRecord, Launch
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.tests.lab.nvml.driver import FakeDriver
 from rrl.transport.messages import Stop
@@ -27,8 +27,8 @@ async def step(at: Lab, driver: FakeDriver, waits: float, patch: str = SLURMS, *
     """A step that was given a GPU; it waits so many s for room there, and looks each 0.1 s."""
     launch = msgspec.structs.replace(at.launch("sleep", "1000"), gpus=1, **more)
     at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-    times = f"from rrl.roles import gpu_room; gpu_room.WAITS, gpu_room.POLL = {waits}, 0.1"
-    asker = "gpu_room.ASK = f'from rrl.roles import gpu_room as g; g.WAITS, g.POLL = {gpu_room.WAITS}, 0.1; g.main()'"
+    times = f"from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.WAITS, gpu_room.POLL = {waits}, 0.1"
+    asker = "gpu_room.ASK = f'from rrl.roles.launcher import gpu_memory as g; g.WAITS, g.POLL = {gpu_room.WAITS}, 0.1; g.main()'"
     at.start(launch, "step", f"import os; os.environ.update({driver.env()!r}); {patch}; {times}; {asker}")
     yield launch
 
@@ -109,7 +109,7 @@ def test_a_driver_that_hangs_delays_a_role_and_does_not_keep_it_from_starting(tm
     driver = FakeDriver(tmp_path).gpus(2).hang("nvmlInit_v2")
 
     async def story(at: Lab) -> None:
-        patch = f"{SLURMS}; from rrl.roles import gpu_room; gpu_room.ANSWERS_WITHIN = 0.5"
+        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.ANSWERS_WITHIN = 0.5"
         async with at.manager(), step(at, driver, waits=0.5, patch=patch) as launch:
             await started(at, launch)
 
@@ -151,7 +151,7 @@ def test_who_cannot_even_ask_for_room_starts(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
-        patch = f"{SLURMS}; from rrl.roles import gpu_room; gpu_room.sys = type('S', (), {{'executable': '/no'}})"
+        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.sys = type('S', (), {{'executable': '/no'}})"
         async with at.manager(), step(at, driver, waits=600.0, patch=patch) as launch:
             await started(at, launch)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.hardware_past import HardwarePast
-from rrl.roles.hardware_file import keep_past, load_past
+from rrl.health.checks.node_state import HardwarePast
+from rrl.roles.agent.node_monitor import keep_past, load_past
 
 PAST = HardwarePast("b1", "4711", 8, ("mlx5_2",), ("mlx5_2/1",), {"GPU-1": (0, 1)})
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.roles import host
-from rrl.roles.host import (
+from rrl.core.processes import look
+from rrl.roles.node_probe import host
+from rrl.roles.node_probe.host import (
     Ended,
     Host,
     Interface,
@@ -25,7 +26,6 @@ from rrl.roles.host import (
     parse_ucx,
     read_host,
 )
-from rrl.spec.processes import look
 
 UCX_INFO = """\
 # Library version: 1.21.0
@@ -93,9 +93,7 @@ def test_the_transports_of_ucx_are_read_with_their_devices() -> None:
     assert parse_ucx("nothing of the kind") == Ucx("", {}, "")
 
 
-def test_a_ucx_info_that_fails_is_unread_with_what_it_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ucx_info_that_fails_is_unread_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "ucx_info"
     program.write_text("#!/bin/sh\necho cannot load libucp >&2; exit 127\n")
     program.chmod(0o755)
@@ -132,7 +130,7 @@ def test_where_no_temporary_file_can_be_written_the_reason_is_told(
 
 def test_nothing_heavy_is_imported_to_read_a_machine() -> None:
     code = (
-        "import sys; from rrl.roles.host import read_host; read_host(30);"
+        "import sys; from rrl.roles.node_probe.host import read_host; read_host(30);"
         " print(*{'torch', 'ucxx', 'vllm', 'pynvml', 'transformers'} & set(sys.modules))"
     )
     assert command([sys.executable, "-P", "-c", code], 60.0) == Ended(0, "\n", "")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles.faults import HELD
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import Launch
-from rrl.spec.processes import Process, look
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import Launch
+from rrl.core.processes import Process, look
+from rrl.roles.agent.fault_injection import HELD
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.tests.roles.test_agent import SLEEP, Node, node
 from rrl.transport.messages import AgentBeat, Inject, Injected

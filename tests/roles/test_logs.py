@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles.logs import HELD, LINE_BYTES, Limiter, RotatingLog, Stamper
-from rrl.spec.loglines import STAMP, seconds_of, stamp, stamp_of
+from rrl.core.log_lines import STAMP, seconds_of, stamp, stamp_of
+from rrl.roles.launcher.logs.files import HELD, LINE_BYTES, Limiter, RotatingLog, Stamper
 
 
 class Clock:

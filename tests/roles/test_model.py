@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen3MoeConfig
 
-from rrl.roles.model import (
+from rrl.roles.models.policy import (
     ModelSpec,
     blocks,
     build_model,
@@ -21,7 +21,7 @@ from rrl.roles.model import (
     skeleton,
     weights,
 )
-from rrl.roles.tensors import pack, unpack
+from rrl.roles.models.tensors import pack, unpack
 from rrl.tests.roles import folders
 from rrl.transport.weights.manifest import layout
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import LAUNCH_ENV, Launch
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import LAUNCH_ENV, Launch
 from rrl.tests.lab.first import PATIENCE
 from rrl.tests.roles.test_worker import Manager, Scene, play, scene
 from rrl.tests.roles.trajectories import crew

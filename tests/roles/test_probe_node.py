@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli.doctor.visit import Listener
-from rrl.roles.host import Unread
-from rrl.roles.probe_node import LETTER, NONCE_ENV, REPORT, NodeReport, dial, proof
+from rrl.cli.doctor.node_visit import Listener
+from rrl.roles.node_probe.host import Unread
+from rrl.roles.node_probe.main import LETTER, NONCE_ENV, REPORT, NodeReport, dial, proof
 
 WITHIN = 60.0
-PROBE = (sys.executable, "-P", "-m", "rrl.roles.probe_node")
+PROBE = (sys.executable, "-P", "-m", "rrl.roles.node_probe.main")
 TORCH = """
 __version__ = "9.9"
 class cuda:

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from rrl.roles.probes import Probes
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.words import Life, ProbeResult, ReplicaId
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.types import Life, ProbeResult, ReplicaId
+from rrl.roles.worker.main_thread import Probes
 from rrl.tests.roles.test_own_faults import role
 from rrl.tests.roles.test_worker import Manager, Scene, play, scene
 from rrl.transport.messages import Beat, Inject, Injected, Probe, Probed

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.roles.processes import Census, kill_group
-from rrl.spec.launch import LAUNCH_ENV
-from rrl.spec.processes import STEP_MODULE, Process, end, look, marks, processes, send, sweep
+from rrl.core.launch import LAUNCH_ENV
+from rrl.core.processes import STEP_MODULE, Process, end, look, marks, processes, send, sweep
+from rrl.roles.launcher.process_group import Census, kill_group
 from rrl.tests.lab.first import until
 
 
@@ -117,7 +117,7 @@ def test_a_wrapper_that_becomes_ours_is_seen_at_the_next_census(
 
 
 def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from rrl.roles import processes as module
+    from rrl.roles.launcher import process_group as module
 
     read: list[int] = []
 
@@ -137,7 +137,7 @@ def test_old_strangers_are_not_read_again_at_every_census(monkeypatch: pytest.Mo
 def test_old_ones_of_ours_are_not_read_again_and_leave_the_census_when_they_end(
     started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from rrl.roles import processes as module
+    from rrl.roles.launcher import process_group as module
 
     child = subprocess.Popen(["sleep", "1000"], env={LAUNCH_ENV: f"{tmp_path}/a.launch"}, start_new_session=True)
     started.append(child)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 import rrl
+from rrl.config.job.schema import Job
+from rrl.core.launch import Launch
+from rrl.core.text import refusing
+from rrl.core.types import Life, NodeName, ReplicaId
 from rrl.roles import reward
-from rrl.roles.refusal import refusing
+from rrl.roles.models.tasks import TaskError
 from rrl.roles.rollout import main as rollout_main
-from rrl.roles.tasks import TaskError
 from rrl.roles.trainer import main as trainer_main
 from rrl.roles.trajectories import server
-from rrl.spec.job import Job
-from rrl.spec.launch import Launch
-from rrl.spec.words import Life, NodeName, ReplicaId
 
 pytestmark = pytest.mark.torch
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.roles import log_pump
-from rrl.roles.log_pump import LogPump
-from rrl.roles.logs import RotatingLog
-from rrl.spec.loglines import STAMP
+from rrl.core.log_lines import STAMP
+from rrl.roles.launcher.logs import pump
+from rrl.roles.launcher.logs.files import RotatingLog
+from rrl.roles.launcher.logs.pump import LogPump
 from rrl.tests.lab.first import PATIENCE, until
-from rrl.transport.logs import TAIL_BYTES, Backlog
+from rrl.transport.control.log_messages import TAIL_BYTES, Backlog
 
 
 class Pumped:
@@ -83,7 +83,7 @@ def test_an_unfinished_line_is_written_while_the_role_waits(tmp_path: Path) -> N
 
 
 def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_pump, "STUCK", 0.05)
+    monkeypatch.setattr(pump, "STUCK", 0.05)
     with hung(tmp_path / "a.log") as path, pumped(path) as at:
         for n in range(100):  # 6.4 MiB: a pipe holds 64 KiB
             at.says((b"%06d " % n + b"x" * 1000 + b"\n") * 64)
@@ -97,8 +97,8 @@ def test_a_role_goes_on_speaking_while_its_file_hangs(tmp_path: Path, monkeypatc
 
 
 def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_pump, "RETRY", 0.01)
-    monkeypatch.setattr(log_pump, "STUCK", 0.02)
+    monkeypatch.setattr(pump, "RETRY", 0.01)
+    monkeypatch.setattr(pump, "STUCK", 0.02)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
         at.says(b"one\ntwo\n")
@@ -115,8 +115,8 @@ def test_what_a_disk_refuses_for_a_while_is_written_later(tmp_path: Path, monkey
 def test_what_there_is_no_room_for_meanwhile_is_counted_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_pump, "RETRY", 0.01)
-    monkeypatch.setattr(log_pump, "WAITING_BYTES", 10_000)
+    monkeypatch.setattr(pump, "RETRY", 0.01)
+    monkeypatch.setattr(pump, "WAITING_BYTES", 10_000)
     folder = tmp_path / "later"
     with pumped(folder / "a.log") as at:
         at.says(b"first\n")

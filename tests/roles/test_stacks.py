@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.stacks import group, main_thread, parse, told
-from rrl.roles import stacks
-from rrl.roles.stacks import MOST_BYTES, MOST_PROCESSES, take
-from rrl.spec.launch import LAUNCH_ENV
-from rrl.spec.processes import STEP_ENV, STEP_MODULE
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.launch import LAUNCH_ENV
+from rrl.core.processes import STEP_ENV, STEP_MODULE
+from rrl.core.types import Life, ReplicaId
+from rrl.health.detection.attribution.stack_groups import group, main_thread, parse, told
+from rrl.roles.agent import stack_dumps
+from rrl.roles.agent.stack_dumps import MOST_BYTES, MOST_PROCESSES, take
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.tests.roles.test_agent import node
+from rrl.transport.control.sockets import TO_MANAGER, frame
 from rrl.transport.messages import Stacks, TakeStacks
-from rrl.transport.wire import TO_MANAGER, frame
 
 AGENT = Life(ReplicaId("agent/n1"), 1)
 SUSPECT = Life(ReplicaId("rollout/1"), 3)
@@ -124,7 +124,7 @@ def test_a_py_spy_that_is_not_permitted_is_explained_and_the_kernel_asked(tmp_pa
 
 
 def test_a_py_spy_that_hangs_is_ended_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "EACH", 0.3)
+    monkeypatch.setattr(stack_dumps, "EACH", 0.3)
     hangs = stand_in(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 1000")
     with process(tmp_path, code=WEDGED) as child:
         dump = taken(tmp_path, hangs).dumps[child.pid]

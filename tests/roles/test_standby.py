@@ -11,14 +11,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from rrl.roles.environment import GPUS_ENV
-from rrl.roles.link import FENCED_EXIT
-from rrl.roles.standing_by import NICE, keep_gpus
-from rrl.roles.worker import Worker
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.launch import ExitReason, Launch, tag_of
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason, Launch, tag_of
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life, ReplicaId, Version
+from rrl.roles.launcher.environment import GPUS_ENV
+from rrl.roles.launcher.process_group import NICE, keep_gpus
+from rrl.roles.worker.api import Worker
+from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.lab.first import PATIENCE, eventually
 from rrl.tests.roles.test_worker import Manager, Scene, play, scene
 from rrl.transport.messages import (
@@ -368,8 +368,12 @@ def test_its_session_is_nice_to_all_others_until_it_has_become_something(scene: 
 
 @pytest.mark.parametrize(
     ("chosen", "gpus", "visible"),
-    [(("5", "7"), "5,7", "1,3"), (("GPU-b",), "4,5,6,7", "GPU-b"), ((), "4,5,6,7", "0,1,2,3"),
-     (("all",), "4,5,6,7", "0,1,2,3")],
+    [
+        (("5", "7"), "5,7", "1,3"),
+        (("GPU-b",), "4,5,6,7", "GPU-b"),
+        ((), "4,5,6,7", "0,1,2,3"),
+        (("all",), "4,5,6,7", "0,1,2,3"),
+    ],
 )
 def test_of_the_gpus_that_it_sees_it_keeps_those_that_it_is_given(
     chosen: tuple[str, ...], gpus: str, visible: str

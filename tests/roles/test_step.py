@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_text
-from rrl.spec.processes import STEP_ENV, Process, descendants, look
+from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_text
+from rrl.core.processes import STEP_ENV, Process, descendants, look
 from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
 from rrl.transport.messages import Fenced, StepExit, Stop, Wanted
 
@@ -149,7 +149,11 @@ def test_a_refused_step_leaves_and_starts_nothing(tmp_path: Path) -> None:
 def test_a_step_thwhennobody_admits_leaves(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch("touch", str(tmp_path / "started"))
-        await at.end_of(at.start(launch, patch="import rrl.roles.first as f; f.ADMISSION = 0.2; f.LAST_WORDS = 0.1"))
+        await at.end_of(
+            at.start(
+                launch, patch="import rrl.roles.launcher.first_process as f; f.ADMISSION = 0.2; f.LAST_WORDS = 0.1"
+            )
+        )
         record = at.record(launch)
         assert record is not None
         assert text_of(record) == "not admitted: no manager answered"
@@ -195,7 +199,7 @@ def test_a_step_thwhenthe_next_manager_does_not_want_ends_its_role(tmp_path: Pat
 def test_an_end_without_a_manager_is_told_to_one_thwhencomes_in_time(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*SLEEP)
-        at.start(launch, patch="import rrl.roles.first as f; f.ADMISSION = 0.1; f.LAST_WORDS = 20.0")
+        at.start(launch, patch="import rrl.roles.launcher.first_process as f; f.ADMISSION = 0.1; f.LAST_WORDS = 20.0")
         await eventually(lambda: at.record(launch))
         async with at.manager() as late:
             assert text_of(await late.hears(StepExit)) == "not admitted: no manager answered"
@@ -287,7 +291,7 @@ def test_the_launchers_death_ends_the_step_where_the_launch_says_so(tmp_path: Pa
         async with at.manager() as manager:
             launch = at.launch(*SLEEP, dies_with_launcher=dies)
             file = str(at.run.launch_file(launch.tag))
-            start = f"{sys.executable} -P -m rrl.roles.step {file} & wait"
+            start = f"{sys.executable} -P -m rrl.roles.launcher.step {file} & wait"
             launcher = await asyncio.create_subprocess_exec("sh", "-c", start, start_new_session=True)
             role = await command(at, launch)
             launcher.kill()

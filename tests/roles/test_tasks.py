@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rrl.roles.models.tasks import TaskError, load_task
+from rrl.roles.models.tokenizer import EOS, PAD, PieceTokenizer
 from rrl.roles.reward import Scorer
-from rrl.roles.tasks import TaskError, load_task
-from rrl.roles.tokenizer import EOS, PAD, PieceTokenizer
 from rrl.roles.trajectories.types import Score, ToScore
 
 SPIRAL = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rrl.roles.tensors import PackedTensor, pack, unpack
+from rrl.roles.models.tensors import PackedTensor, pack, unpack
 from rrl.transport.weights.manifest import TensorSpec, layout
 
 pytestmark = pytest.mark.torch

@@ -19,19 +19,20 @@ import msgspec
 import pytest
 
 import rrl
-from rrl.roles import reward, worker
-from rrl.roles.link import FENCED_EXIT
+from rrl.core.launch import LAUNCH_ENV, Launch
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life, Version
+from rrl.roles import reward
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import CommittedState, Done, Item, Request, Scoring
-from rrl.roles.worker import Worker
-from rrl.spec.launch import LAUNCH_ENV, Launch
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life, Version
+from rrl.roles.worker import api
+from rrl.roles.worker.api import Worker
+from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
 from rrl.tests.lab.first import Manager as FirstManager
 from rrl.tests.roles.trajectories import crew
-from rrl.transport.control import Address, Listener
+from rrl.transport.control.endpoints import Address, Listener
 from rrl.transport.messages import (
     Beat,
     Committed,
@@ -762,7 +763,7 @@ def test_scores_that_were_not_told_as_progress_count_when_they_are_posted(scene:
 
 # ── publishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_is_published_is_what_was_given(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_COPIED_AT_ONCE", 100)
+    monkeypatch.setattr(api, "_COPIED_AT_ONCE", 100)
     long, short = bytes(range(256)) * 3, b"\x05\x06\x07"
     with not_started(scene.worker(crew.TRAINER)) as me:
         floats: Any = memoryview(long).cast("f")
@@ -822,7 +823,7 @@ def test_other_threads_run_while_weights_are_copied(scene: Scene, monkeypatch: p
         return memory[0]
 
     monkeypatch.setattr(WeightStore, "memory", remembered)
-    monkeypatch.setattr(worker, "_COPIED_AT_ONCE", step)
+    monkeypatch.setattr(api, "_COPIED_AT_ONCE", step)
     seen: set[int] = set()
     over = threading.Event()
 

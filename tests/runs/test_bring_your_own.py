@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rrl.spec.jobview import Limits
-from rrl.spec.load import load_job
+from rrl.config.job.load import load_job
+from rrl.core.run_spec import Limits
 from rrl.tests.lab.runs import TestRun, check_records, check_sound, submit_here
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import StopStep
-from rrl.manager.cluster import NodeState
-from rrl.manager.lease import holder
-from rrl.roles.link import FENCED_EXIT
-from rrl.spec.launch import ExitReason, read_exit
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.launch import ExitReason, read_exit
+from rrl.core.types import Life, ReplicaId
+from rrl.manager.cluster.base import NodeState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import StopStep
+from rrl.manager.storage.lease import holder
+from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from rrl.manager import events as ev
-from rrl.manager.mailbox import Letter
-from rrl.manager.state import State, Status
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.processes import look
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import ReplicaId
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.processes import look
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import ReplicaId
+from rrl.manager.intake.user_commands import Letter
+from rrl.manager.model import events as ev
+from rrl.manager.model.state import State, Status
 from rrl.tests.lab.mounts import own_mounts
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_here
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence
-from rrl.manager.state import Status
-from rrl.spec.rundir import RUNS_ENV
-from rrl.spec.words import NodeName, ReplicaId
+from rrl.core.run_dir import RUNS_ENV
+from rrl.core.types import NodeName, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence
+from rrl.manager.model.state import Status
 from rrl.tests.lab.local import crash
 from rrl.tests.lab.runs import (
     RRL,
@@ -59,7 +59,7 @@ def test_a_killed_launcher_takes_its_role_along_and_only_that_replica_comes_back
     run = submit_here(tmp_path, light_job("local", 20))
     before = lives(run.wait_steps(3))
     step = run.state().replica(VICTIM).step
-    mark = f"rrl.roles.step {run.run.launch_file(step or '')}"
+    mark = f"rrl.roles.launcher.step {run.run.launch_file(step or '')}"
     launchers = [pid for pid, command in run.processes().items() if mark in command]
     assert len(launchers) == 1
     os.kill(launchers[0], signal.SIGKILL)
@@ -157,7 +157,7 @@ def test_ctrl_c_in_the_foreground_cancels_the_run_and_leaves_nothing(tmp_path: P
 
 
 def test_a_role_that_has_never_worked_rejects_the_job_with_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
-    toml = light_job("local", 10, extra="[recovery]\nfirst_start = 2\nbackoff = \"100ms\"\n")
+    toml = light_job("local", 10, extra='[recovery]\nfirst_start = 2\nbackoff = "100ms"\n')
     toml = toml.replace("[roles.reward]", '[roles.reward]\ncommand = ["false"]')
     run = submit_here(tmp_path, toml)
     state = run.wait_end()

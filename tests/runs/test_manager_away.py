@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
+from rrl.manager.model import events as ev
 from rrl.tests.lab.runs import DEADLINE, TestRun, check_sound, light_job, lives, others, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Launch, Request
-from rrl.manager.lease import holder
-from rrl.manager.state import State
-from rrl.spec.launch import ExitReason, read_exit
-from rrl.spec.processes import look
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import ReplicaId
+from rrl.core.launch import ExitReason, read_exit
+from rrl.core.processes import look
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Launch, Request
+from rrl.manager.model.state import State
+from rrl.manager.storage.lease import holder
 from rrl.tests.lab.runs import (
     DEADLINE,
     RRL,

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Launch
-from rrl.spec.words import AGENT, SHADOW, Cause, NodeName, ReplicaId, Verdict, role_of
+from rrl.core.types import AGENT, SHADOW, Cause, NodeName, ReplicaId, Verdict, role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Launch
 from rrl.tests.lab.nvml.driver import FakeDriver
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
 

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Drain, Exclude, Readmit, Shrink, Undrain
-from rrl.spec.words import NodeName, ReplicaId
+from rrl.core.types import NodeName, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Drain, Exclude, Readmit, Shrink, Undrain
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

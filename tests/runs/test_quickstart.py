@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.spec.launch import ExitReason
-from rrl.spec.words import SHADOW, ReplicaId, role_of
+from rrl.core.launch import ExitReason
+from rrl.core.types import SHADOW, ReplicaId, role_of
+from rrl.manager.model import events as ev
 from rrl.tests.lab.runs import check_sound, submit_here
 
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
@@ -17,7 +17,7 @@ VICTIM = ReplicaId("rollout/1")
 
 @pytest.mark.torch
 def test_the_quickstart_goes_on_while_its_killed_rollout_comes_back_with_current_weights(tmp_path: Path) -> None:
-    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace("at = \"step=60\"", "at = \"step=5\"")
+    toml = QUICKSTART.read_text().replace("steps = 300", "steps = 400").replace('at = "step=60"', 'at = "step=5"')
     toml = toml.replace("[limits]\n", '[limits]\nstep_grace = "30s"\n')  # torch takes its time to leave a busy machine
     assert "[transport]" not in toml
     toml += '\n[transport]\nweights = "ucx"\ntrusted_network = true\n'  # else nothing runs over UCX as a whole run

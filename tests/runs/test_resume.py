@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rrl.manager import events as ev
-from rrl.spec.words import NodeName, Outcome, ReplicaId
+from rrl.core.types import NodeName, Outcome, ReplicaId
+from rrl.manager.model import events as ev
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
 
 ROLLOUT = ReplicaId("rollout/1")

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rrl.spec.rundir import RUNS_ENV
-from rrl.spec.words import ReplicaId
+from rrl.core.run_dir import RUNS_ENV
+from rrl.core.types import ReplicaId
 from rrl.tests.lab.runs import (
     RRL,
     TestRun,

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.spec.words import ReplicaId
+from rrl.core.types import ReplicaId
+from rrl.manager.model import events as ev
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Exclude, Release
-from rrl.spec.words import ReplicaId
+from rrl.core.types import ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Exclude, Release
 from rrl.tests.lab.fake_slurm import FakeSlurm
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
@@ -154,8 +154,13 @@ def test_a_request_whose_answer_timed_out_and_that_lands_later_is_used_or_given_
         run.wait(lambda s: s.replica(ReplicaId("rollout/0")).incarnation > 1 and all_work(s))
         time.sleep(max(0.0, late + 5.0))
     run.wait(lambda s: not any(allocation.stray for allocation in s.allocations.values()))
-    strays = [s.event.action.allocation for s in run.events() if isinstance(s.event, ev.Intended)
-              and isinstance(s.event.action, Release) and "landed after" in s.event.action.why.evidence[0]]
+    strays = [
+        s.event.action.allocation
+        for s in run.events()
+        if isinstance(s.event, ev.Intended)
+        and isinstance(s.event.action, Release)
+        and "landed after" in s.event.action.why.evidence[0]
+    ]
     assert bool(strays) is not in_time, strays
     names = [line.split()[1] for line in lab.jobs() if "COMPLETING" not in line]
     assert sum(".more" in name for name in names) == 1, names

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence, Request
-from rrl.manager.cluster import AllocationState
-from rrl.manager.state import State, Status, workers
-from rrl.spec.words import ReplicaId
+from rrl.core.types import ReplicaId
+from rrl.manager.cluster.base import AllocationState
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Request
+from rrl.manager.model.state import State, Status, workers
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 
@@ -123,8 +123,11 @@ def test_jobs_that_take_turns_on_a_node_are_no_failures(lab: SlurmLab) -> None:
     other = ["sbatch", "-p", "timeslice", "-w", str(node), "-c8", "--mem=100", "-o/dev/null", "--wrap=sleep 600"]
     lab.run_as_user(other)
     time.sleep(45)
-    seen = {s.event.seen.state for s in run.events()
-            if isinstance(s.event, ev.AllocationChanged) and s.event.seen is not None}
+    seen = {
+        s.event.seen.state
+        for s in run.events()
+        if isinstance(s.event, ev.AllocationChanged) and s.event.seen is not None
+    }
     step = run.state().step
     run.wait(lambda s: s.step > step + 3)
     assert lives(run.state()) == before
@@ -144,8 +147,11 @@ def test_a_pool_that_reaches_its_walltime_is_followed_by_another_and_the_run_goe
     state = run.wait(lambda s: s.step > step + 3)
     assert {replica.id: replica.failures for replica in workers(state) if replica.failures} == {}
     run.wait(lambda s: not first & s.allocations.keys(), 120.0)
-    asked = [s.event.action.ask for s in run.events()
-             if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)]
+    asked = [
+        s.event.action.ask
+        for s in run.events()
+        if isinstance(s.event, ev.Intended) and isinstance(s.event.action, Request)
+    ]
     assert {ask.walltime for ask in asked} == {120.0}
     cancel(run)
 

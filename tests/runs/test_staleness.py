@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rrl.spec.words import ReplicaId
+from rrl.core.types import ReplicaId
 from rrl.tests.lab.runs import check_sound, light_job, submit_here
 
 TRAINER = ReplicaId("trainer/0")

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from rrl.spec.rundir import RUNS_ENV
+from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.lab.runs import DEADLINE, RRL, light_job, write_job
 from rrl.tests.lab.slurm import SlurmLab
 

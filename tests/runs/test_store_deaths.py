@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence
-from rrl.manager.state import State
-from rrl.spec.words import ReplicaId
+from rrl.core.types import ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence
+from rrl.manager.model.state import State
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, submit_here
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

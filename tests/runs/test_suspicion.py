@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.manager.actions import Fence
-from rrl.spec.words import AGENT, SHADOW, Cause, Life, ReplicaId, Verdict, role_of
+from rrl.core.types import AGENT, SHADOW, Cause, Life, ReplicaId, Verdict, role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence
 from rrl.tests.lab.runs import check_sound, submit_here
 from rrl.tests.runs.test_quickstart import QUICKSTART
 

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct
 
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.types import Life, ReplicaId
 from rrl.tests.lab.runs import TestRun
 from rrl.tests.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
 from rrl.tests.transport.proxy import Proxy
-from rrl.transport.control import Address, Dialer
+from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Beat, Down
 
@@ -141,6 +141,4 @@ def _watch(victims: Sequence[Target], worst: list[Footprint], over: threading.Ev
         for number, victim in enumerate(victims):
             with contextlib.suppress(OSError):
                 now, most = Footprint.of(victim.pid), worst[number]
-                worst[number] = Footprint(
-                    max(now.memory, most.memory), max(now.descriptors, most.descriptors)
-                )
+                worst[number] = Footprint(max(now.memory, most.memory), max(now.descriptors, most.descriptors))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.rundir import RUNS_ENV
-from rrl.spec.words import ReplicaId
+from rrl.core.run_dir import RUNS_ENV
+from rrl.core.types import ReplicaId
 from rrl.tests.lab.plain_user import PlainUser
 from rrl.tests.lab.runs import RRL, TestRun, all_work, light_job, lives, submitted, write_job
 from rrl.tests.security.assault import BACK_WITHIN

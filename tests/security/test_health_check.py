@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.check import check_node
-from rrl.health.readers import ReaderOptions
-from rrl.health.readers.kernel_patterns import recognise
-from rrl.spec.health_checks import ReaderRules, Rules
-from rrl.spec.words import Finding, Verdict
+from rrl.config.health_rules import ReaderRules, Rules
+from rrl.core.types import Finding, Verdict
+from rrl.health.node_check import check_node
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.kernel_log import recognise
 from rrl.tests.lab.dcgm.exporter import labels, page
 from rrl.tests.lab.plain_user import PlainUser
 

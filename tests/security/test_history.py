@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rrl.health.history import Told
-from rrl.health.rates import DAY
+from rrl.health.history.rates import DAY
+from rrl.health.history.records import Told
 from rrl.tests.health.site import BEGAN, HOUR, acted, began, failed, found, held, left, mended, over, told, write
 from rrl.tests.lab.plain_user import PlainUser
 

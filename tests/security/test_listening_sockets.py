@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rrl.spec.rundir import RUNS_ENV, RunDir
+from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.tests.lab.plain_user import PlainUser, popen_as
 from rrl.tests.lab.runs import RRL, TestRun, write_job
 from rrl.tests.security.sockets import Bound, bound_by

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.roles.snapshots.shape import SnapshotError
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.roles.snapshots.format import SnapshotError
 from rrl.roles.trajectories.types import Answer, GetCommitted, NotYet
-from rrl.spec.words import Life, NodeName, ReplicaId
 from rrl.tests.roles.snapshots.keeping import member
 from rrl.tests.security import attacks
 from rrl.tests.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
@@ -28,10 +28,10 @@ from rrl.tests.security.victim import SIZE
 from rrl.tests.transport.proxy import Proxy
 from rrl.tests.transport.weights.piping import KINDS as PIPES
 from rrl.tests.transport.weights.source import VERSION, content
-from rrl.transport.control import Address, Dialer
+from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Down, Wanted
-from rrl.transport.weights.pipe import PipeError, open_pipe
+from rrl.transport.weights.base import PipeError, open_pipe
 
 SOON = 30.0
 """s; only a broken build waits for so long"""

@@ -15,18 +15,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.cli import app
-from rrl.manager.journal import MAGIC, SCHEMA, Journal, _framed
-from rrl.manager.lease import Holder
-from rrl.manager.mailbox import letters
-from rrl.spec.rundir import RUNS_ENV, RunDir
-from rrl.spec.words import Life, ReplicaId
+from rrl.cli import main
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import Life, ReplicaId
+from rrl.manager.intake.user_commands import letters
+from rrl.manager.storage.journal import MAGIC, SCHEMA, Journal, _framed
+from rrl.manager.storage.lease import Holder
 from rrl.tests.cli.story import Story, completed
 from rrl.tests.lab.first import PATIENCE, eventually
 from rrl.tests.lab.plain_user import others_can_run_us
 from rrl.tests.lab.runs import light_job
 from rrl.tests.manager.jobs import job
-from rrl.transport.control import Address, Dialer, Listener
+from rrl.transport.control.endpoints import Address, Dialer, Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Down, Goodbye, Up
 
@@ -52,7 +52,7 @@ def run(root: Path) -> RunDir:
 
 def told(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
     """The one line that a command line that goes wrong says."""
-    assert app.run(arguments) == code
+    assert main.run(arguments) == code
     line = capsys.readouterr().err
     assert line.startswith("rrl: "), line
     assert line.count("\n") == 1, line
@@ -66,12 +66,12 @@ def newest(run: RunDir) -> Path:
 
 # ── the journal ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_half_a_record_at_the_end_is_ignored_and_said(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     whole = capsys.readouterr()
     assert whole.err == ""
     with newest(run).open("ab") as segment:
         segment.write(_framed(b"x" * 100)[:50])
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     torn = capsys.readouterr()
     assert torn.out == whole.out
     assert torn.err == (
@@ -115,7 +115,7 @@ def test_a_journal_that_this_rrl_cannot_read_is_left_alone(
 
 def test_an_empty_journal_is_a_run_that_has_not_begun(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     newest(run).write_bytes(b"")
-    assert app.run(["status"]) == 0
+    assert main.run(["status"]) == 0
     assert "its manager has not started yet" in capsys.readouterr().out
 
 
@@ -142,7 +142,7 @@ def test_a_run_without_what_a_manager_needs_gets_none(
     harm(run.path / name)
     assert f"{run.path}/{says}" in told(capsys, 1, "manage", "mine-1")
     assert not list(run.epochs.iterdir()), "a manager began"
-    assert app.run(["status"]) == 0, "it can be looked at all the same"
+    assert main.run(["status"]) == 0, "it can be looked at all the same"
 
 
 def test_a_second_manager_says_where_the_first_one_is_and_leaves_it_alone(
@@ -186,7 +186,7 @@ def test_a_run_of_somebody_else_is_said_to_be_his_by_every_command(open_root: Pa
         run.journal.chmod(0o700 if mode == 0o700 else 0o000)
     try:
         for command in COMMANDS:
-            code = f"import sys; from rrl.cli.app import main; sys.argv[1:] = ['{command}', 'his-1']; main()"
+            code = f"import sys; from rrl.cli.main import main; sys.argv[1:] = ['{command}', 'his-1']; main()"
             done = subprocess.run(
                 [sys.executable, "-c", code], env={**os.environ, RUNS_ENV: str(open_root), "HOME": "/"}, cwd="/",
                 capture_output=True, text=True, timeout=60, user=NOBODY if other else None,
@@ -228,7 +228,7 @@ def test_a_submission_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024));"
-        f"sys.argv[1:] = ['submit', '{tmp_path}/job.toml']; from rrl.cli.app import main; main()"
+        f"sys.argv[1:] = ['submit', '{tmp_path}/job.toml']; from rrl.cli.main import main; main()"
     )
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)

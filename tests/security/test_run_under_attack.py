@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rrl.manager import events as ev
-from rrl.manager.state import Status
-from rrl.spec.launch import LAUNCH_ENV
-from rrl.spec.words import ReplicaId, Verdict
+from rrl.core.launch import LAUNCH_ENV
+from rrl.core.types import ReplicaId, Verdict
+from rrl.manager.model import events as ev
+from rrl.manager.model.state import Status
 from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
 from rrl.tests.security.assault import assault, targets
 
@@ -53,7 +53,7 @@ def _second_process(run: TestRun, replica: ReplicaId) -> None:
     tag = run.state().replica(replica).step
     assert tag is not None
     file = str(run.run.launch_file(tag))
-    argv = [sys.executable, "-P", "-m", "rrl.roles.step", file]
+    argv = [sys.executable, "-P", "-m", "rrl.roles.launcher.step", file]
     second = subprocess.run(argv, env={**os.environ, LAUNCH_ENV: file}, capture_output=True, text=True, timeout=120)
     assert "the other one goes on" in second.stderr, second.stderr
     assert not run.run.exit_file(tag).exists(), "its record would be taken for the first one's"

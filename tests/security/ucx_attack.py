@@ -14,8 +14,8 @@ import socket
 import sys
 from typing import Any
 
-from rrl.transport.connections import listening
-from rrl.transport.weights.ucx_ports import HELLO_BYTES
+from rrl.transport.tcp_inspection import listening
+from rrl.transport.weights.ucx import HELLO_BYTES
 
 TRY_S = 2.0
 """for one attempt; a UCX that is there has answered within 0.2 s on a busy machine"""

@@ -13,12 +13,12 @@ from typing import Any
 from rrl.roles.trajectories.types import NotYet, Request
 from rrl.tests.roles.snapshots.keeping import keeper
 from rrl.tests.transport.weights.source import VERSION, content, described
-from rrl.transport import wire
-from rrl.transport.control import Listener
+from rrl.transport.control import sockets
+from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Up
-from rrl.transport.weights import ucx_ports
-from rrl.transport.weights.pipe import open_pipe
+from rrl.transport.weights import ucx
+from rrl.transport.weights.base import open_pipe
 from rrl.transport.weights.store import WeightStore
 
 HANDSHAKE_MS = 2000
@@ -27,8 +27,8 @@ SIZE = 2**20
 """bytes of the version that the weight pipes serve"""
 
 
-async def _control(keys: RunKeys, up: Any, answer: Any, bounds: wire.Bounds) -> None:
-    wire.HANDSHAKE_MS = HANDSHAKE_MS
+async def _control(keys: RunKeys, up: Any, answer: Any, bounds: sockets.Bounds) -> None:
+    sockets.HANDSHAKE_MS = HANDSHAKE_MS
     listener = await Listener.open(keys, up, bounds=bounds)
     print(listener.endpoint, flush=True)
     while True:
@@ -37,7 +37,7 @@ async def _control(keys: RunKeys, up: Any, answer: Any, bounds: wire.Bounds) -> 
 
 
 async def _weights(keys: RunKeys, kind: str) -> None:
-    ucx_ports.SILENT_FOR = HANDSHAKE_MS / 1000
+    ucx.SILENT_FOR = HANDSHAKE_MS / 1000
     store, flat = WeightStore(), content(SIZE)
     store.offer(described(VERSION, flat, keys.secret, SIZE), flat)
     pipe = open_pipe(kind, keys.secret, trusted_network=True)
@@ -57,9 +57,9 @@ async def _snapshots(keys: RunKeys) -> None:
 async def main() -> None:
     kind, keys = sys.argv[1], RunKeys.load(Path(sys.argv[2]))
     if kind == "manager":
-        serving = _control(keys, Up, Admitted("answered", True), wire.TO_MANAGER)
+        serving = _control(keys, Up, Admitted("answered", True), sockets.TO_MANAGER)
     elif kind == "store":
-        serving = _control(keys, Request, NotYet(), wire.TO_STORE)
+        serving = _control(keys, Request, NotYet(), sockets.TO_STORE)
     elif kind == "snapshots":
         serving = _snapshots(keys)
     else:

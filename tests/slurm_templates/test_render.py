@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rrl.core.run_spec import Resources
 from rrl.slurm_templates.render import allocation_options, allocation_script
-from rrl.spec.jobview import Resources
 from rrl.tests.lab.slurm import SlurmLab
 
 NODE = Resources(cpus=4, gpus=2, mem=2 * 2**30)

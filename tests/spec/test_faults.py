@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.spec.faults import TRAITS, At, Fault, FaultKind, Hits, Misfit, Unfit, concrete, read_at, unfit
-from rrl.spec.job import Job
-from rrl.spec.job_faults import MOST_RANDOM, FaultsTable, plan_faults
-from rrl.spec.load import SpecError, load_job
+from rrl.config.job.faults import MOST_RANDOM, FaultsTable, plan_faults
+from rrl.config.job.load import SpecError, load_job
+from rrl.config.job.schema import Job
+from rrl.core.faults import TRAITS, At, Fault, FaultKind, Hits, Misfit, Unfit, concrete, read_at, unfit
 from rrl.tests.spec.jobs import JOB
 
 REPLICAS = {"trainer": 1, "rollout": 4}
@@ -116,7 +116,7 @@ def test_a_program_that_is_only_watched_is_not_planned_to_do_anything_to_itself(
     path.write_text(planned)
     load_job(path)
     path.write_text(planned.replace('kind = "kill"', 'kind = "exception"'))
-    with pytest.raises(SpecError, match='exception needs the worker API, and judge/0 is only watched'):
+    with pytest.raises(SpecError, match="exception needs the worker API, and judge/0 is only watched"):
         load_job(path)
 
 

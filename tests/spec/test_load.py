@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.spec.job import Job
-from rrl.spec.jobview import Limits
-from rrl.spec.load import SpecError, load_job, resolved
-from rrl.spec.phases import PHASES
-from rrl.spec.write import as_toml
+from rrl.config.job.load import SpecError, load_job, resolved
+from rrl.config.job.render import as_toml
+from rrl.config.job.schema import Job
+from rrl.core.phases import PHASES
+from rrl.core.run_spec import Limits
 from rrl.tests.lab.plain_user import call_as
 from rrl.tests.spec.jobs import JOB
 
@@ -336,9 +336,7 @@ def test_each_mistake_is_told_with_file_line_key_and_what_is_right(
          ' one on; remove it, or write form = "pool"'),
     ],
 )  # fmt: skip
-def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(
-    tmp_path: Path, old: str, new: str, expected: str
-) -> None:
+def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(tmp_path: Path, old: str, new: str, expected: str) -> None:
     warm = JOB.replace("replicas = 2", "warm = true")
     assert complaint(tmp_path, warm.replace(old, new)) == expected
     (tmp_path / "job.toml").write_text(warm)
@@ -444,7 +442,9 @@ def test_a_gang_is_for_the_trainer_and_for_programs_that_know_of_ranks(tmp_path:
 
 
 def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path) -> None:
-    text = JOB.replace('"local"', '"slurm"\nform = "replica"').replace("[task]", '[roles.reward]\nslurm.account = "x"\n[task]')
+    text = JOB.replace('"local"', '"slurm"\nform = "replica"').replace(
+        "[task]", '[roles.reward]\nslurm.account = "x"\n[task]'
+    )
     assert complaint(tmp_path, text) == (
         "job.toml:14: roles.reward.slurm: this role shares its node with others; set exclusive = true, or remove it"
     )
@@ -515,7 +515,7 @@ def test_hostile_text_is_refused_without_a_traceback(tmp_path: Path, text: str) 
 
 
 _PIECES = st.one_of(
-    st.sampled_from([*' \n\t\r"\'[]{}=.,#\\0123456789-+_eE:TZ\x00\x1b\u2028é', "[[", "]]", '"""', "'''", "inf"]),
+    st.sampled_from([*" \n\t\r\"'[]{}=.,#\\0123456789-+_eE:TZ\x00\x1b\u2028é", "[[", "]]", '"""', "'''", "inf"]),
     st.sampled_from(JOB.splitlines(keepends=True)),
     st.sampled_from(["true", "1.5", '"x"', "[]", "{}", "[1, [2]]", "{a = 1}", "1979-05-27", "-1", '"90s"', "9" * 30]),
     st.text(max_size=5),

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.environment import passing
-from rrl.spec.jobview import EnvView
-from rrl.spec.prelude import behind, prelude
+from rrl.core.role_environment import behind, passing, prelude
+from rrl.core.run_spec import EnvView
 
 GOLDEN = """\
 rrl_words=$1 rrl_report=$2 rrl_folder=$PWD
@@ -129,7 +128,7 @@ def test_a_sourced_script_does_not_see_the_arguments_of_the_command(tmp_path: Pa
 
 
 def test_modules_are_loaded_by_the_sites_own_function_and_one_that_is_missing_is_named() -> None:
-    module = "module() { [ \"$2\" != bad ] || { echo \"Unable to locate '$2'\" >&2; return 1; }; export HAS=$HAS.$2; }"
+    module = 'module() { [ "$2" != bad ] || { echo "Unable to locate \'$2\'" >&2; return 1; }; export HAS=$HAS.$2; }'
     said = Said(EnvView(setup=(module,), modules=("gcc", "cuda/12")), "sh", "-c", "echo $HAS")
     assert (said.report, said.out) == ("begun", ".gcc.cuda/12\n")
     said = Said(EnvView(setup=(module,), modules=("gcc", "bad")))
@@ -156,7 +155,7 @@ def test_a_venv_is_activated_and_one_that_is_absent_is_named(tmp_path: Path) -> 
 def test_conda_is_found_by_its_variable_and_its_environment_is_activated(tmp_path: Path) -> None:
     """By a fake conda that answers its hook as the real one does: with the text of a shell function."""
     conda = tmp_path / "fake_conda"
-    conda.write_text('#!/bin/sh\necho \'conda() { [ "$2" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }\'\n')
+    conda.write_text("#!/bin/sh\necho 'conda() { [ \"$2\" = rl ] || return 1; export CONDA_DEFAULT_ENV=$2; }'\n")
     conda.chmod(0o755)
     said = Said(EnvView(conda="rl"), "sh", "-c", "echo $CONDA_DEFAULT_ENV", CONDA_EXE=str(conda))
     assert (said.report, said.out) == ("begun", "rl\n")

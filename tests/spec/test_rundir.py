@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.spec.launch import ExitReason, ExitRecord, read_exit
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.core.launch import ExitReason, ExitRecord, read_exit
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life, NodeName, ReplicaId
 
 OLD, NEW = b"the old bytes", b"the new bytes, which are more than those"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 
-from rrl.spec.screen_text import escaped, escaped_json, escaped_lines
+from rrl.core.text import escaped, escaped_json, escaped_lines
 
 HOSTILE = "\x1b]0;title\x07 \x1b[2J \x9b31m \x90q\x9c \u202eevil\u2066 \x7f \r \x00"
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.spec.toml_lines import Path, lines_of, nearest_line
+from rrl.config.toml_positions import Path, lines_of, nearest_line
 
 
 def test_every_way_to_write_a_key_is_found_on_its_line() -> None:
@@ -79,8 +79,10 @@ _KEY = st.sampled_from(["a", "b", "c", '"d.e"', "'f'", '"\\u0061b"', "1"])
 _DOTTED = st.lists(_KEY, min_size=1, max_size=3).map(".".join)
 _VALUE = st.recursive(
     st.sampled_from(["1", '"x"', "'#'", "true", "1.5", "1979-05-27", '"""a\n]"""', "'''\n[b]\n'''", '"\\""']),
-    lambda inner: st.lists(inner, max_size=3).map(lambda items: "[" + ",\n".join(items) + "]")
-    | inner.map(lambda one: "{ a = " + one + ", b.c = 2 }" if "\n" not in one else "{}"),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: "[" + ",\n".join(items) + "]")
+        | inner.map(lambda one: "{ a = " + one + ", b.c = 2 }" if "\n" not in one else "{}")
+    ),
     max_leaves=5,
 )
 _LINE = st.one_of(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.spec.units import seconds, size, slurm_mem, slurm_time
+from rrl.core.units import seconds, size, slurm_mem, slurm_time
 
 
 @pytest.mark.parametrize(

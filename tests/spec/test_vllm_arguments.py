@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.spec.vllm_arguments import known_here, unknown
+from rrl.config.vllm_arguments import known_here, unknown
 
 SOURCE = """
 raise ImportError("nobody may import this")

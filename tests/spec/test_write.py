@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.spec.job import Job
-from rrl.spec.load import resolved
-from rrl.spec.units import duration_text, seconds, size, size_text
-from rrl.spec.write import as_toml
+from rrl.config.job.load import resolved
+from rrl.config.job.render import as_toml
+from rrl.config.job.schema import Job
+from rrl.core.units import duration_text, seconds, size, size_text
 from rrl.tests.spec.jobs import JOB
 
 

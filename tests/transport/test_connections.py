@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from rrl.transport import connections
-from rrl.transport.connections import accepted, deaf, received
-from rrl.transport.weights import ucx_ports
+from rrl.transport import tcp_inspection
+from rrl.transport.tcp_inspection import accepted, deaf, received
+from rrl.transport.weights import ucx
 
 SOON = 30.0
 
@@ -29,7 +29,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its descriptor is somebody else's as soon as it has been looked at."""
-    borrowed = connections._borrowed
+    borrowed = tcp_inspection._borrowed
     with socket.create_server(("127.0.0.1", 0)) as listener, connected() as (here, dialled):
         port = listener.getsockname()[1]
 
@@ -39,7 +39,7 @@ def test_a_listener_that_is_closed_meanwhile_makes_nobody_else_deaf(monkeypatch:
                 os.dup2(here.fileno(), fd)
             return one
 
-        monkeypatch.setattr(connections, "_borrowed", lent)
+        monkeypatch.setattr(tcp_inspection, "_borrowed", lent)
         deaf(port, True)
         monkeypatch.undo()
         dialled.sendall(b"heard")
@@ -60,8 +60,8 @@ def test_what_has_come_is_counted_where_the_kernel_tells_and_not_known_where_it_
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
-    monkeypatch.setattr(ucx_ports, "SILENT_FOR", 0.0)
-    monkeypatch.setattr(ucx_ports, "_LOOK", 0.01)
+    monkeypatch.setattr(ucx, "SILENT_FOR", 0.0)
+    monkeypatch.setattr(ucx, "_LOOK", 0.01)
     shut: list[int] = []
     looks: list[int] = []
 
@@ -69,11 +69,11 @@ def test_only_who_is_known_to_be_silent_is_cut_off(monkeypatch: pytest.MonkeyPat
         looks.append(fd)
         return received(fd) if tells else None
 
-    monkeypatch.setattr(ucx_ports, "received", look)
-    monkeypatch.setattr(ucx_ports, "shut", lambda fd, port: shut.append(fd))
+    monkeypatch.setattr(ucx, "received", look)
+    monkeypatch.setattr(ucx, "shut", lambda fd, port: shut.append(fd))
 
     async def test(port: int) -> None:
-        cutting = asyncio.create_task(ucx_ports.cut_off_the_silent(lambda: frozenset([port])))
+        cutting = asyncio.create_task(ucx.cut_off_the_silent(lambda: frozenset([port])))
         async with asyncio.timeout(SOON):
             while len(looks) < 3:
                 await asyncio.sleep(0.01)

@@ -16,8 +16,8 @@ import zmq
 from msgspec import Struct
 
 from rrl.tests.transport.proxy import Proxy
-from rrl.transport import control, wire
-from rrl.transport.control import Address, Dialer, Incoming, Listener
+from rrl.transport.control import endpoints, sockets
+from rrl.transport.control.endpoints import Address, Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import PROTOCOL
 
@@ -63,7 +63,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def listening(
-    keys: RunKeys = KEYS, epoch: int = 1, bounds: wire.Bounds = wire.CONTROL
+    keys: RunKeys = KEYS, epoch: int = 1, bounds: sockets.Bounds = sockets.CONTROL
 ) -> AsyncGenerator[Listener]:
     listener = await Listener.open(keys, UP, epoch=epoch, bounds=bounds)
     try:
@@ -75,7 +75,7 @@ async def listening(
 @asynccontextmanager
 async def dialling(
     find: Callable[[], Address | None], hello: tuple[Any, ...] = (), keys: RunKeys = KEYS,
-    bounds: wire.Bounds = wire.CONTROL,
+    bounds: sockets.Bounds = sockets.CONTROL,
 ) -> AsyncGenerator[Dialer]:  # fmt: skip
     dialer = Dialer(keys, DOWN, find, lambda: hello, bounds)
     task = asyncio.create_task(dialer.run())
@@ -211,9 +211,7 @@ def test_closing_the_dialer_fails_its_open_asks_and_says_the_last_words() -> Non
 def test_a_client_key_that_is_not_the_runs_never_gets_through() -> None:
     async def test() -> None:
         other = RunKeys.make()
-        stranger = msgspec.structs.replace(
-            KEYS, client_public=other.client_public, client_secret=other.client_secret
-        )
+        stranger = msgspec.structs.replace(KEYS, client_public=other.client_public, client_secret=other.client_secret)
         async with listening() as listener:
             async with dialling(lambda: listener.address, (Joined("stranger"),), stranger) as refused:
                 await until(lambda: listener.refused > 0)
@@ -240,7 +238,7 @@ def test_a_client_without_curve_never_gets_through() -> None:
         async with listening() as listener:
             plain = raw_dealer(context, None)
             plain.connect(listener.endpoint)
-            plain.send(wire.frame(0, None, Joined("plain")))
+            plain.send(sockets.frame(0, None, Joined("plain")))
             await until(lambda: listener.refused > 0)
             async with dialling(lambda: listener.address, (Joined("member"),)):
                 assert (await receive(listener)).message == Joined("member")
@@ -286,9 +284,9 @@ def test_frames_that_cannot_be_read_are_dropped_and_counted() -> None:
         async with listening() as listener:
             member = raw_dealer(context)
             member.connect(listener.endpoint)
-            good = wire.frame(0, None, Ping(1))
+            good = sockets.frame(0, None, Ping(1))
             future = msgspec.msgpack.encode((PROTOCOL + 1, 0, None, Ping(2)))
-            unknown = wire.frame(0, None, News("not for this direction"))
+            unknown = sockets.frame(0, None, News("not for this direction"))
             for bad in (b"", b"\xc1", os.urandom(100), good[:-1], future, unknown, b"\x91" * 5000):
                 member.send(bad)
             member.send_multipart([good, good])
@@ -338,7 +336,7 @@ def test_a_successor_at_another_address_is_greeted_and_answers_the_open_asks() -
 
 
 def test_a_successor_is_found_though_the_old_listener_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LOOK_CONNECTED", 0.05)
+    monkeypatch.setattr(endpoints, "LOOK_CONNECTED", 0.05)
 
     async def test() -> None:
         async with listening(epoch=1) as first, listening(epoch=2) as second:
@@ -366,7 +364,7 @@ def test_a_listener_of_an_older_epoch_is_not_listened_to() -> None:
 
 
 def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LOOK_CONNECTED", 0.02)
+    monkeypatch.setattr(endpoints, "LOOK_CONNECTED", 0.02)
 
     async def test() -> None:
         async with listening(epoch=1) as old, listening(epoch=2) as new:
@@ -388,9 +386,9 @@ def test_an_address_of_an_older_epoch_is_not_dialled(monkeypatch: pytest.MonkeyP
 
 
 def test_a_listener_that_falls_silent_without_a_word_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_HEARTBEAT_MS", 100)
-    monkeypatch.setattr(wire, "_SILENCE_MS", 1000)
-    monkeypatch.setattr(control, "LOOK_CONNECTED", 10 * SOON)  # so that only the silence can make it look
+    monkeypatch.setattr(sockets, "_HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "_SILENCE_MS", 1000)
+    monkeypatch.setattr(endpoints, "LOOK_CONNECTED", 10 * SOON)  # so that only the silence can make it look
 
     async def test() -> None:
         async with listening(epoch=1) as first, listening(epoch=2) as second, Proxy(port_of(first)) as proxy:
@@ -405,7 +403,7 @@ def test_a_listener_that_falls_silent_without_a_word_is_left(monkeypatch: pytest
 
 
 def test_a_find_that_cannot_read_its_storage_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(endpoints, "LOOK_EVERY", 0.02)
 
     async def test() -> None:
         async with listening() as listener:
@@ -426,8 +424,8 @@ def test_a_find_that_cannot_read_its_storage_is_asked_again(monkeypatch: pytest.
 
 # ── bounds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "QUEUE_BOUND", 10)
-    monkeypatch.setattr(control, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(endpoints, "QUEUE_BOUND", 10)
+    monkeypatch.setattr(endpoints, "LOOK_EVERY", 0.02)
 
     async def test() -> None:
         async with listening() as listener:
@@ -448,7 +446,7 @@ def test_a_long_absence_costs_the_oldest_messages_and_no_ask(monkeypatch: pytest
 
 
 def test_a_peer_that_does_not_read_blocks_nobody() -> None:
-    few = wire.Bounds(wire.CONTROL.frame, 5)
+    few = sockets.Bounds(sockets.CONTROL.frame, 5)
 
     async def test() -> None:
         async with listening(bounds=few) as listener, Proxy(port_of(listener)) as proxy:
@@ -466,7 +464,7 @@ def test_a_peer_that_does_not_read_blocks_nobody() -> None:
 
 
 def test_pushes_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "QUEUE_BOUND", 10)
+    monkeypatch.setattr(endpoints, "QUEUE_BOUND", 10)
 
     async def test() -> None:
         async with listening() as listener, dialling(lambda: listener.address, (Joined("me"),)) as dialer:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rrl.spec.loglines import STAMP, missing, stamp
-from rrl.transport.logs import Backlog
+from rrl.core.log_lines import STAMP, missing, stamp
+from rrl.transport.control.log_messages import Backlog
 
 
 def line(n: int, text: bytes = b"x") -> bytes:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rrl.roles.model import ModelSpec, build_model, skeleton, weights
-from rrl.roles.rollout import vllm_setup
+from rrl.core.types import Version
+from rrl.roles.models.policy import ModelSpec, build_model, skeleton, weights
 from rrl.roles.rollout.engine import Engine, Sampling
+from rrl.roles.rollout.vllm import config as vllm_setup
 from rrl.roles.trajectories.types import Item, Segment
-from rrl.spec.words import Version
 
 torch.set_num_threads(1)  # before vLLM, which then forbids it; two on a busy core wait for each other: 250 ms a step
 VOCABULARY = 101
@@ -58,7 +58,7 @@ def vllm_engine(spec: ModelSpec, folder: Path, sampling: Sampling, lease: int = 
         vllm_setup.folder_of(model, folder) if spec.path is None else Path(spec.path), dtype="float32",
         max_length=spec.max_length, seed=3, lease=lease, memory=MEMORY, gpus=0, given=given,
     )  # fmt: skip
-    from rrl.roles.rollout.vllm_engine import VllmEngine
+    from rrl.roles.rollout.vllm.engine import VllmEngine
 
     return VllmEngine(config, model, ends=frozenset({EOS}), sampling=sampling, lease=lease)
 

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.utils.rnn import pad_sequence
 
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Version
 from rrl.roles.trajectories.log import read_frames
 from rrl.roles.trajectories.records import Commitment, Grown, Made, decode, unpack, unpack_tokens
 from rrl.roles.trajectories.types import Segment
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Version
 
 _AT_ONCE = 16
 """sequences in a forward pass: SmolLM2's logits of so many are 0.2 GB"""

@@ -12,10 +12,10 @@ import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.utils import replace_parameter
 
-from rrl.roles.model import weights
+from rrl.core.types import Version
+from rrl.roles.models.policy import weights
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.trajectories.types import Item, Segment
-from rrl.spec.words import Version
 from rrl.tests.vllm import engines
 from rrl.tests.vllm.engines import ATOL, EOS, SPEC, Made
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rrl.config.job.load import load_job
+from rrl.core.types import SHADOW, ReplicaId, role_of
 from rrl.examples.smollm2 import make_model
-from rrl.manager import events as ev
-from rrl.spec.load import load_job
-from rrl.spec.words import SHADOW, ReplicaId, role_of
+from rrl.manager.model import events as ev
 from rrl.tests.lab.runs import TestRun, check_sound, submit_here
 from rrl.tests.vllm.engines import ATOL
 from rrl.tests.vllm.recorded import Recorded

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager import events as ev
-from rrl.spec.launch import LAUNCH_ENV
-from rrl.spec.processes import look
-from rrl.spec.words import ReplicaId
+from rrl.core.launch import LAUNCH_ENV
+from rrl.core.processes import look
+from rrl.core.types import ReplicaId
+from rrl.manager.model import events as ev
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, submit_here
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

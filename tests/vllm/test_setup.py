@@ -12,21 +12,21 @@ import msgspec
 import pytest
 
 import rrl
-from rrl.roles.model import skeleton
+from rrl.config.vllm_arguments import OURS, known_here
+from rrl.core.types import Life, ReplicaId
+from rrl.roles.models.policy import skeleton
 from rrl.roles.rollout import main as rollout_main
-from rrl.roles.rollout import vllm_setup
-from rrl.roles.rollout.vllm_setup import CannotWork
-from rrl.spec.vllm_arguments import OURS, known_here
-from rrl.spec.words import Life, ReplicaId
+from rrl.roles.rollout.vllm import config
+from rrl.roles.rollout.vllm.config import CannotWork
 from rrl.tests.vllm.engines import MEMORY, SPEC, VOCABULARY
 
 pytestmark = pytest.mark.vllm
 
 
 def _configure(folder: Path, lease: int = 16, gpus: int = 0, **given: Any) -> Any:
-    vllm_setup.environment(1)
-    made = vllm_setup.folder_of(skeleton(SPEC, VOCABULARY), folder)
-    return vllm_setup.configure(
+    config.environment(1)
+    made = config.folder_of(skeleton(SPEC, VOCABULARY), folder)
+    return config.configure(
         made, dtype="float32", max_length=SPEC.max_length, seed=3, lease=lease, memory=MEMORY, gpus=gpus, given=given
     )
 
@@ -66,7 +66,7 @@ def test_workers_are_spawned_and_meet_on_the_loopback_whatever_the_nodes_environ
     right = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     for name in right:
         monkeypatch.setenv(name, "fork" if name.startswith("VLLM") else "ib0")
-    vllm_setup.environment(1)
+    config.environment(1)
     assert {name: os.environ[name] for name in right} == right
 
 

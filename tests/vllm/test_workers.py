@@ -14,11 +14,10 @@ from typing import Any, cast
 import pytest
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from rrl.roles.rollout import vllm_engine
+from rrl.core.processes import descendants, look
 from rrl.roles.rollout.engine import Engine, Sampling
-from rrl.roles.rollout.vllm_buckets import NAME
-from rrl.roles.rollout.vllm_weights import PlaneEngine
-from rrl.spec.processes import descendants, look
+from rrl.roles.rollout.vllm import engine as vllm_engine
+from rrl.roles.rollout.vllm.weight_transfer import NAME, PlaneEngine
 from rrl.tests.vllm import engines
 from rrl.tests.vllm.engines import ATOL, SPEC, Made
 from rrl.transport.address import interfaces

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 from msgspec import Struct
 
-from rrl.spec.words import Version
+from ...core.types import Version
 
 CHUNK_BYTES = 8 * 2**20
 """what a dead source costs at most per request in flight; as in the fan-out lab (docs/sources.md, UCX)"""

@@ -5,7 +5,7 @@ nor a deadline, and it tells nobody how far a read has come: all of that is ours
 hands as every line does. A stranger never gets to NIXL.
 
 A send of more than INLINE_BYTES goes slot by slot: the holder copies a part into a slot and says where that lies, the
-receiver reads it and says so, and the slot is free again. (Why slots: :mod:`rrl.transport.weights.nixl_reads`.)
+receiver reads it and says so, and the slot is free again. (Why slots: :mod:`rrl.transport.weights.nixl_memory`.)
 A read may be late: its holder may have given the slot to somebody else. The chunk's digest tells.
 """
 
@@ -20,12 +20,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rrl.transport.weights.calls import Calls, Desk
-from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads, Remote, Slot
-from rrl.transport.weights.pipe import HANDSHAKE_BY, Line, PipeError, package
-from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.tcp import dial, listen
-from rrl.transport.weights.ucx_ports import cut_off_the_silent
+from .base import HANDSHAKE_BY, Line, PipeError, package
+from .nixl_memory import SLOT_BYTES, Claim, Reads, Remote, Slot
+from .protocol import Calls, Desk
+from .store import WeightStore
+from .tcp import dial, listen
+from .ucx import cut_off_the_silent
 
 INLINE_BYTES = 64 * 2**10
 """what is not more than this is sent as it is: for less, saying where it lies takes longer than sending it"""
@@ -244,9 +244,9 @@ class _NixlLine:
 
 
 class NixlPipe:
-    """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``nixl://host:port``.
+    """See :class:`rrl.transport.weights.base.Pipe`. Addresses are ``nixl://host:port``.
 
-    ``trusted_host`` and ``rdma_ports``: as of :class:`rrl.transport.weights.nixl_reads.Reads`.
+    ``trusted_host`` and ``rdma_ports``: as of :class:`rrl.transport.weights.nixl_memory.Reads`.
     NIXL starts in a thread, when the first connection needs it. To be closed: else its reads may keep the process from
     ending. Raises ImportError when NIXL is not installed.
     """

@@ -11,7 +11,7 @@ import struct
 
 from msgspec import Struct
 
-from rrl.transport.weights.pipe import Line, PipeError
+from .base import Line, PipeError
 
 _OFFER = struct.Struct("<QH")
 """tag, bytes of the address that follows"""

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from rrl.spec.words import Version
-from rrl.transport.weights.manifest import Manifest, digest
+from ...core.types import Version
+from .manifest import Manifest, digest
 
 KEEP = 2
 """versions in memory, the arriving one included: each costs the size of the model"""

@@ -6,10 +6,10 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-from rrl.transport.weights.calls import Calls, Desk
-from rrl.transport.weights.offers import PLAIN, send_offer
-from rrl.transport.weights.pipe import CONNECT_BY, Line, PipeError, deadline, shake_hands, split_address
-from rrl.transport.weights.store import WeightStore
+from .base import CONNECT_BY, Line, PipeError, deadline, shake_hands, split_address
+from .offers import PLAIN, send_offer
+from .protocol import Calls, Desk
+from .store import WeightStore
 
 _SLICE = 256 * 2**10
 """bytes handed to the transport at once: it copies what the kernel does not take (Python 3.11)"""
@@ -155,7 +155,7 @@ async def dial(at: str, kinds: Sequence[str]) -> TcpLine:
 
 
 class TcpPipe:
-    """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``tcp://host:port``. It also pulls from a UCX pipe,
+    """See :class:`rrl.transport.weights.base.Pipe`. Addresses are ``tcp://host:port``. It also pulls from a UCX pipe,
     which serves over TCP whoever has no UCX."""
 
     kind = "tcp"

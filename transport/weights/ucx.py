@@ -17,6 +17,11 @@ was sent to another one, whose buffer may have been freed. A worker costs 2 to 1
 
 An end that has no UCX, or whose UCX does not reach the other one, goes on over the TCP connection. So ``tcp`` and
 ``ucx`` understand each other, and nodes of one run may differ.
+
+The TCP ports that each UCX worker itself listens at, for as long as it lives.
+
+Nobody has to prove anything there: that is why UCX uses TCP on trusted networks only (docs/sites.md). UCX drops
+garbage; a connection that sends nothing keeps a descriptor for good. Such connections are ended here.
 """
 
 from __future__ import annotations
@@ -30,15 +35,44 @@ from collections.abc import Callable
 from queue import Queue
 from typing import Any
 
-from rrl.transport.address import interfaces
-from rrl.transport.connections import listening
-from rrl.transport.weights.calls import Calls, Desk, Reception
-from rrl.transport.weights.offers import PLAIN, Offer, receive_choice, receive_offer, send_choice, send_offer
-from rrl.transport.weights.pipe import CONNECT_BY, Line, PipeError, deadline, shake_hands
-from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.tcp import TcpLine, dial, listen
-from rrl.transport.weights.ucx_ports import cut_off_the_silent
-from rrl.transport.weights.ucx_settings import limits, rdma_resources, resources, set_defaults
+from ..address import interfaces
+from ..tcp_inspection import accepted, listening, received, shut
+from .base import CONNECT_BY, Line, PipeError, deadline, shake_hands
+from .offers import PLAIN, Offer, receive_choice, receive_offer, send_choice, send_offer
+from .protocol import Calls, Desk, Reception
+from .store import WeightStore
+from .tcp import TcpLine, dial, listen
+from .ucx_settings import limits, rdma_resources, resources, set_defaults
+
+HELLO_BYTES = 42
+"""what a peer says first (magic number and connection request, UCX 1.21 over IPv4; measured), within milliseconds"""
+SILENT_FOR = 5.0
+"""s that a connection may have said less than that"""
+SILENT = 64
+"""such connections at once, at most; the oldest go first"""
+_LOOK = 1.0
+"""s between two looks; one costs 10 us for each descriptor of the process"""
+
+
+async def cut_off_the_silent(ports: Callable[[], frozenset[int]]) -> None:
+    """Until cancelled. ``ports``: those at which UCX listens now."""
+    seen: dict[tuple[int, int], float] = {}
+    while True:
+        now = asyncio.get_running_loop().time()
+        silent = [each for each in accepted(ports()).items() if _silent(each[0])]
+        seen = {each: seen.get(each, now) for each in silent}  # (a descriptor, whose port it is at) → since when
+        oldest_first = sorted(seen, key=lambda each: seen[each])
+        surplus = max(0, len(seen) - SILENT)
+        for number, each in enumerate(oldest_first):
+            if number < surplus or now - seen[each] >= SILENT_FOR:
+                shut(*each)
+        await asyncio.sleep(_LOOK)
+
+
+def _silent(fd: int) -> bool:
+    said = received(fd)
+    return said is not None and said < HELLO_BYTES  # of whom nobody can tell: it may be a member, and is left alone
+
 
 _TAG_BYTES = 8
 _ABORT_NS = 10**10
@@ -176,7 +210,7 @@ class _UcxLine:
 
 
 class UcxPipe:
-    """See :class:`rrl.transport.weights.pipe.Pipe`. Addresses are ``ucx://host:port``.
+    """See :class:`rrl.transport.weights.base.Pipe`. Addresses are ``ucx://host:port``.
 
     ``trusted_host``: the address at which UCX's TCP transport may listen; None: UCX may not use TCP, and must have a
     transport for one of ``rdma_ports`` unless there are none.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rrl.transport.address import Interface
+from ..address import Interface
 
 SETTINGS = {
     "UCX_TCP_RX_SEG_SIZE": "512K",  # defaults of 64K and 8K cost a factor of 3.5 to 4

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.readers import ReaderOptions
-from rrl.health.readers.nvml import NvmlReader
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.nvml.reader import NvmlReader
 from rrl.tests.lab.nvml.driver import STATE_ENV, FakeDriver
 
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rrl.health.readings import Gpu, NvmlData
+from rrl.health.readers.samples import Gpu, NvmlData
 
 SECONDS = 60.0
 """for a process to read once; only a broken build takes that long"""
 
 PROGRAM = """
 import sys, msgspec
-from rrl.health.readers import Absent, Denied, ReaderOptions
-from rrl.health.readers.nvml import NvmlReader
+from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.nvml.reader import NvmlReader
 
 reader = NvmlReader(ReaderOptions())
 for line in sys.stdin:

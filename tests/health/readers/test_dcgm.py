@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
-from rrl.health.readers import Absent, ReaderOptions, command, dcgm
-from rrl.health.readers.dcgm import DcgmReader
-from rrl.health.readers.dcgm_text import NotUnderstood, diag, health
-from rrl.health.readings import DcgmData, DcgmGpu, DcgmIncident
+from rrl.health.readers.base import Absent, ReaderOptions
+from rrl.health.readers.dcgm import reader as dcgm
+from rrl.health.readers.dcgm.parsing import NotUnderstood, diag, health
+from rrl.health.readers.dcgm.reader import DcgmReader
+from rrl.health.readers.isolation import process
+from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident
 from rrl.tests.lab.dcgm.exporter import Exporter, exporter, labels, page
 
 FAKE = str(Path(__file__).parents[2] / "lab" / "dcgm" / "fake_dcgmi")
@@ -239,7 +241,7 @@ def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
     metrics: Exporter, said: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(dcgm, "_HEALTH_WITHIN", 1.0)
-    monkeypatch.setattr(command, "TERM_WITHIN", 1.0)
+    monkeypatch.setattr(process, "TERM_WITHIN", 1.0)
     (said / "hang").write_text(how)
     assert read(metrics, FAKE).unread["health"] == "fake_dcgmi did not answer within 1 s"
     assert (said / "signals").read_text() == "SIGTERM\n"
@@ -247,9 +249,9 @@ def test_a_dcgmi_that_hangs_is_asked_to_end_before_it_is_killed(
 
 _READS = """
 import sys
-from rrl.health.readers import ReaderOptions
-from rrl.health.readers import dcgm
-from rrl.health.readers.dcgm import DcgmReader
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.dcgm import reader as dcgm
+from rrl.health.readers.dcgm.reader import DcgmReader
 dcgm.HOSTENGINE_PORT = int(sys.argv[3])
 DcgmReader(ReaderOptions(dcgm_user=sys.argv[2], exporter="http://127.0.0.1:1/", dcgmi=sys.argv[1])).read()
 """

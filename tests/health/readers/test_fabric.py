@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.readers import Absent, Denied, ReaderOptions
+from rrl.health.readers.base import Absent, Denied, ReaderOptions
 from rrl.health.readers.fabric import FabricReader
 
 _COUNTERS = {"symbol_error": "7", "link_downed": "1", "port_rcv_errors": "0", "port_xmit_wait": "N/A (no PMA)"}

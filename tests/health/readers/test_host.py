@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.health.readers import ReaderOptions, host, mounts
+from rrl.core.processes import descendants
+from rrl.health.readers import host, mounts
+from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.host import HostReader
 from rrl.health.readers.mounts import Mounts
-from rrl.health.readings import MOUNT_ATTEMPTS
-from rrl.spec.processes import descendants
+from rrl.health.readers.samples import MOUNT_ATTEMPTS
 
 WITHIN = 60.0
 _LOOK = 0.02

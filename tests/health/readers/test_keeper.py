@@ -18,11 +18,11 @@ from typing import Any, ParamSpec
 
 import pytest
 
-from rrl.health.readers import ReaderOptions
-from rrl.health.readers.keeper import Keeper, read_all
-from rrl.health.readings import HostData, Reading
-from rrl.spec.launch import LAUNCH_ENV
-from rrl.spec.processes import descendants, look, marks
+from rrl.core.launch import LAUNCH_ENV
+from rrl.core.processes import descendants, look, marks
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.isolation.client import Keeper, read_all
+from rrl.health.readers.samples import HostData, Reading
 from rrl.tests.lab import readers
 from rrl.tests.lab.readers import place
 
@@ -263,8 +263,8 @@ async def test_the_processes_carry_the_mark_of_the_launch_and_no_mark_of_a_step(
 
 _AGENT = """
 import asyncio, sys
-from rrl.health.readers import ReaderOptions
-from rrl.health.readers.keeper import Keeper
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.isolation.client import Keeper
 async def main():
     keeper = Keeper(sys.argv[2:], ReaderOptions(proc=sys.argv[1]))
     await keeper.start()

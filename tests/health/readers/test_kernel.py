@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrl.health.readers import Absent, Denied, ReaderOptions
-from rrl.health.readers.kernel import EVENTS_MOST, KernelReader
-from rrl.health.readers.kernel_patterns import TEXT_MOST, recognise
-from rrl.health.readings import KernelEvent
+from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.kernel_log import EVENTS_MOST, TEXT_MOST, KernelReader, recognise
+from rrl.health.readers.samples import KernelEvent
 
 XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 

@@ -11,10 +11,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from rrl.health.readers import ReaderOptions
-from rrl.health.readers.nvml import NvmlReader
-from rrl.health.readers.nvml_table import MEDIUM_EVERY, SLOW_EVERY
-from rrl.health.readings import Gpu, GpuProcess, NvLink
+from rrl.health.readers.base import ReaderOptions
+from rrl.health.readers.nvml.queries import MEDIUM_EVERY, SLOW_EVERY
+from rrl.health.readers.nvml.reader import NvmlReader
+from rrl.health.readers.samples import Gpu, GpuProcess, NvLink
 from rrl.tests.health.readers.nvml_reading import read_in_child
 from rrl.tests.lab.nvml.driver import FakeDriver, Value
 

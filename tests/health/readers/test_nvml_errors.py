@@ -9,10 +9,11 @@ import subprocess
 import pynvml
 import pytest
 
-from rrl.health.readers import Absent, Denied, ReaderOptions, nvml_table
-from rrl.health.readers import nvml as nvml_reader
-from rrl.health.readers.nvml import NvmlReader
-from rrl.health.readings import Gpu, GpuXid
+from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.nvml import queries
+from rrl.health.readers.nvml import reader as nvml_reader
+from rrl.health.readers.nvml.reader import NvmlReader
+from rrl.health.readers.samples import Gpu, GpuXid
 from rrl.tests.health.readers.nvml_reading import SECONDS, said_in_child, start, unread_or_told
 from rrl.tests.lab.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
 
@@ -36,7 +37,7 @@ def test_an_error_of_any_function_costs_its_value_and_says_why(
 ) -> None:
     """Of the first GPU; for a reader that comes, and for one that it answered until now. The second GPU is as ever."""
     for often in ("MEDIUM_EVERY", "SLOW_EVERY", "FIXED_EVERY"):
-        monkeypatch.setattr(nvml_table, often, 1)
+        monkeypatch.setattr(queries, often, 1)
     driver.set(None, "memory_reserved", 0)  # an older function tells it, too
     healthy = read_anew()
     for function in (*CALLED, *FIELDS):

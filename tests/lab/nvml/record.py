@@ -17,11 +17,12 @@ from typing import Any
 
 import msgspec
 
-from rrl.health.readers import Absent, Denied, ReaderOptions, nvml_table
-from rrl.health.readers.nvml import NvmlReader
-from rrl.health.readers.nvml_ask import Answers, Ask, FieldAsk
-from rrl.health.readers.nvml_words import SUCCESS
-from rrl.health.readings import NvmlData
+from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.nvml import queries
+from rrl.health.readers.nvml.names import SUCCESS
+from rrl.health.readers.nvml.reader import NvmlReader
+from rrl.health.readers.nvml.session import Answers, Ask, FieldAsk
+from rrl.health.readers.samples import NvmlData
 from rrl.tests.lab.nvml.driver import FakeDriver
 
 READS = 30
@@ -82,8 +83,8 @@ def play(recording: Recording, folder: Path) -> FakeDriver:
 _NUMBERS = tuple(
     field
     for group in (
-        nvml_table.FAST_FIELDS, nvml_table.FAST, nvml_table.MEDIUM_FIELDS, nvml_table.MEDIUM, nvml_table.SLOW_FIELDS,
-        nvml_table.SLOW, nvml_table.FIXED,
+        queries.FAST_FIELDS, queries.FAST, queries.MEDIUM_FIELDS, queries.MEDIUM, queries.SLOW_FIELDS,
+        queries.SLOW, queries.FIXED,
     )
     for ask in group
     for field in (ask.fields if isinstance(ask, Ask) else (ask.field,))
@@ -97,11 +98,11 @@ def _calls(nvml: Any, index: int) -> dict[str, str]:
     except nvml.NVMLError as error:
         return {"handle": str(error)}
     answers, told = Answers(nvml, handle, may_end=False), dict[str, str]()
-    for field in (*nvml_table.FAST_FIELDS, *nvml_table.MEDIUM_FIELDS, *nvml_table.SLOW_FIELDS):
+    for field in (*queries.FAST_FIELDS, *queries.MEDIUM_FIELDS, *queries.SLOW_FIELDS):
         ((code, number),) = answers.field_values([(field.number, 0)])
         told[f"{field.field} by field {field.number}"] = str(number) if code == SUCCESS else answers.words(code)
         told.update(_ways(answers, field.field, field))
-    for ask in (*nvml_table.IDENTITY, *nvml_table.FAST, *nvml_table.MEDIUM, *nvml_table.SLOW, *nvml_table.FIXED):
+    for ask in (*queries.IDENTITY, *queries.FAST, *queries.MEDIUM, *queries.SLOW, *queries.FIXED):
         told.update(_ways(answers, ", ".join(ask.fields), ask))
     return told
 

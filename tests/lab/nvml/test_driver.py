@@ -12,8 +12,8 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from rrl.roles.environment import GPUS_ENV
-from rrl.roles.gpus import Gpus, held_gpus
+from rrl.roles.launcher.environment import GPUS_ENV
+from rrl.roles.launcher.gpus import Gpus, held_gpus
 from rrl.tests.lab.nvml.driver import SONAME, STATE_ENV, FakeDriver, library
 
 

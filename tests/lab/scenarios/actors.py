@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from rrl.spec.words import AGENT, Life, NodeName, ReplicaId, member_id, rank_of, replica_id
+from rrl.core.types import AGENT, Life, NodeName, ReplicaId, member_id, rank_of, replica_id
 from rrl.tests.lab.scenarios.format import Beat, RoleTable
 from rrl.tests.lab.scenarios.rhythms import COMPILING, IDLE, IN_COLLECTIVE, WAITING, Loads, loads_of
 from rrl.tests.lab.scenarios.values import fixed

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from rrl.health.readings import Reading
-from rrl.spec.words import (
+from rrl.core.types import (
     AGENT,
     Cause,
     Evidence,
@@ -25,6 +24,7 @@ from rrl.spec.words import (
     Verdict,
     role_of,
 )
+from rrl.health.readers.samples import Reading
 from rrl.tests.lab.scenarios.judge import Believed
 from rrl.tests.lab.scenarios.rhythms import Loads
 

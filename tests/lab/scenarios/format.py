@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
-from rrl.spec.health_checks import Expect
-from rrl.spec.job import HealthTable, LimitsTable, PhaseTable
+from rrl.config.health_rules import Expect
+from rrl.config.job.schema import HealthTable, LimitsTable, PhaseTable
 from rrl.tests.lab.scenarios.deeds import CHANGES, KEYS, MANAGER_DEEDS, NEEDED, NODE_DEEDS, PROCESS_DEEDS, target_of
 from rrl.tests.lab.scenarios.values import Lasting, Length, fixed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from rrl.spec.words import NodeName
+from rrl.core.types import NodeName
 from rrl.tests.lab.scenarios import repairs
 from rrl.tests.lab.scenarios.actors import Member, Node
 from rrl.tests.lab.scenarios.deeds import HARDWARE, target_of

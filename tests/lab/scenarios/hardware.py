@@ -13,9 +13,9 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from rrl.health import readings as r
-from rrl.health.readers.kernel_patterns import recognise
-from rrl.spec.words import NodeName
+from rrl.core.types import NodeName
+from rrl.health.readers import samples as r
+from rrl.health.readers.kernel_log import recognise
 from rrl.tests.lab.scenarios.format import Event, Scenario
 from rrl.tests.lab.scenarios.rhythms import roles_of
 
@@ -36,7 +36,7 @@ _SEEN_BY = {
 }  # fmt: skip
 """event → readers that have something to read of it"""
 _HUNG_FOR = 10.0
-"""s that a reader may take (rrl.health.readers)"""
+"""s that a reader may take (rrl.health.readers.base)"""
 UPTIME = 20 * 3600.0
 """s for which every node has been up when a scenario begins: what readings call ``at`` is a node's own clock. Less than
 a day, so that lines of the boot are within what checks remember"""
@@ -45,7 +45,7 @@ _BOOTING = 60.0
 _COUNTED = 300.0
 """s for which dcgm-exporter counts an Xid (DCGM_EXP_XID_ERRORS_COUNT, its default window)"""
 _HEALTH_EVERY = 60.0
-"""s between two runs of ``dcgmi health`` (rrl.health.readers.dcgm)"""
+"""s between two runs of ``dcgmi health`` (rrl.health.readers.dcgm.reader)"""
 _GIB = 2**30
 _FILESYSTEMS = {"/home": "nfs4", "/dev/shm": "tmpfs", "/tmp": "xfs", "/var": "xfs", "/local": "xfs"}
 """of a mount, by the beginning of its path; the root is xfs, and any other is Lustre"""

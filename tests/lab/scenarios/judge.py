@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rrl.health.readings import Reading
-from rrl.spec.words import Finding, Life, NodeName, ProbeResult, ReplicaId
+from rrl.core.types import Finding, Life, NodeName, ProbeResult, ReplicaId
+from rrl.health.readers.samples import Reading
 from rrl.tests.lab.scenarios.rhythms import Loads
 
 Believed = Sequence[tuple[Life, NodeName]]

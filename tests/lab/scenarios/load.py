@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from rrl.spec.toml_lines import lines_of, nearest_line
+from rrl.config.toml_positions import lines_of, nearest_line
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.sense import mistakes
 

@@ -1,5 +1,5 @@
 """rrl's own detectors as a judge: the watch and ``detect`` as the manager drives them, the checks as agents do, and
-between both the gates of ``[health]`` and of correlation (rrl.manager.findings).
+between both the gates of ``[health]`` and of correlation (rrl.manager.intake.finding_gate).
 
 ``factor`` multiplies the bounds in time, for the curve over thresholds.
 """
@@ -10,24 +10,22 @@ from math import inf
 
 import msgspec
 
-from rrl.health.correlation import Here, Memory, correlate
-from rrl.health.guards import detect
-from rrl.health.hardware import judge, pending
-from rrl.health.hardware_past import HardwarePast, hardware_of, recall
-from rrl.health.node_loss import absent
-from rrl.health.presence import unheard
-from rrl.health.readings import READERS, Reading
-from rrl.health.seen import EVERY, Seen
-from rrl.health.sightings import Watch
-from rrl.health.suspicion import to_probe
-from rrl.manager.events import Learned
-from rrl.manager.lessons import Lessons
-from rrl.manager.node_health import heeded
-from rrl.spec.health_checks import Rules
-from rrl.spec.jobview import HealthView, Limits, PhaseView
-from rrl.spec.launch import ExitReason
-from rrl.spec.phases import PHASES
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, index_of, role_of
+from rrl.config.health_rules import Rules
+from rrl.core.launch import ExitReason
+from rrl.core.phases import PHASES
+from rrl.core.run_spec import HealthView, Limits, PhaseView
+from rrl.core.types import AGENT, Finding, Life, NodeName, ProbeResult, ReplicaId, Verdict, index_of, role_of
+from rrl.health.checks.evaluate import judge, pending
+from rrl.health.checks.node_state import EVERY, HardwarePast, Seen, hardware_of, recall
+from rrl.health.detection.attribution.correlation import Here, Memory, correlate
+from rrl.health.detection.detect import detect
+from rrl.health.detection.detectors.liveness import unheard
+from rrl.health.detection.detectors.node_liveness import absent
+from rrl.health.detection.detectors.probing import to_probe
+from rrl.health.detection.watch import Watch
+from rrl.health.readers.samples import READERS, Reading
+from rrl.manager.intake.finding_gate import Lessons, heeded
+from rrl.manager.model.events import Learned
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.hardware import PACE, UPTIME
 from rrl.tests.lab.scenarios.judge import Believed
@@ -37,7 +35,7 @@ _SCALED = ("silence", "join", "first_pass", "suspect", "probe", "idle")
 _LOOKS = 8
 """beats between two looks while nothing but beats is heard and nothing is due; what is due is looked at in time"""
 _ADMISSION = 30.0
-"""s that a node is looked at at most before a role may start there (rrl.manager.launching)"""
+"""s that a node is looked at at most before a role may start there (rrl.manager.execute.launch)"""
 
 
 def limits_of(scenario: Scenario, factor: float = 1.0) -> Limits:
@@ -146,7 +144,7 @@ class Ours:
         return self._tensors[life][1]
 
     def cluster(self, states: dict[NodeName, tuple[str, str, bool]], asked_at: float, now: float) -> None:
-        """As rrl.manager.looking tells it."""
+        """As rrl.manager.intake.cluster_poller tells it."""
         known = self._watch.nodes
         gone = [name for name, (state, _, _) in states.items() if state in ("down", "unknown")]
         ceased = [name for name in gone if (home := known.get(name)) is not None and home.called_up]

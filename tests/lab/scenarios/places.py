@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from rrl.spec.words import NodeName, ReplicaId, replica_id
+from rrl.core.types import NodeName, ReplicaId, replica_id
 from rrl.tests.lab.scenarios.actors import Gang, Node, members_of, node_named
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.rhythms import SMALL, roles_of

@@ -8,7 +8,7 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rrl.spec.words import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, gang_of, role_of
+from rrl.core.types import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, gang_of, role_of
 from rrl.tests.lab.scenarios import repairs
 from rrl.tests.lab.scenarios.format import Scenario, Truth
 from rrl.tests.lab.scenarios.happenings import Happening, shifted

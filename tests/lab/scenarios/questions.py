@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from random import Random
 
-from rrl.spec.words import Life, ProbeResult
+from rrl.core.types import Life, ProbeResult
 from rrl.tests.lab.scenarios.actors import Member
 from rrl.tests.lab.scenarios.judge import Judge
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from rrl.spec.words import NodeName
+from rrl.core.types import NodeName
 from rrl.tests.lab.scenarios.actors import Gang, Member, Node, members_of, node_named
 from rrl.tests.lab.scenarios.world import World
 

@@ -11,10 +11,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from rrl.health.readers.dcgm_codes import by_number
-from rrl.health.readers.nvml_words import clock_reasons, fabric_state, recovery_action
-from rrl.health.readings import Gpu, Mount, NvLink
-from rrl.spec.words import ReplicaId, gang_of, rank_of
+from rrl.core.types import ReplicaId, gang_of, rank_of
+from rrl.health.readers.dcgm.parsing import by_number
+from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
+from rrl.health.readers.samples import Gpu, Mount, NvLink
 from rrl.tests.lab.scenarios.deeds import target_of
 from rrl.tests.lab.scenarios.format import Event, Scenario, Truth
 from rrl.tests.lab.scenarios.hardware import COUNTERS, LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Struct
 from pydantic import BeforeValidator, PlainValidator
 
-from rrl.spec.units import seconds
+from rrl.core.units import seconds
 
 
 class Drawn(Struct, frozen=True):

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from math import inf
 from random import Random
 
-from rrl.spec.words import Life, NodeName, gang_of
+from rrl.core.types import Life, NodeName, gang_of
 from rrl.tests.lab.scenarios.actors import (
     ASKS_STORE,
     COLLECTIVE,

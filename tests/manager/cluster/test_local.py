@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager.cluster import (
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason, Launch
+from rrl.core.processes import look
+from rrl.core.run_spec import Resources
+from rrl.core.types import NodeName
+from rrl.manager.cluster.base import (  # fmt: skip
     AllocationSeen,
     AllocationState,
     Ask,
@@ -18,13 +23,8 @@ from rrl.manager.cluster import (
     Refused,
     Step,
     Unanswered,
-)  # fmt: skip
+)
 from rrl.manager.cluster.local import LocalCluster
-from rrl.spec.faults import Fault, FaultKind
-from rrl.spec.jobview import Resources
-from rrl.spec.launch import ExitReason, Launch
-from rrl.spec.processes import look
-from rrl.spec.words import NodeName
 from rrl.tests.lab.first import PATIENCE, Lab, Manager, eventually, lab
 from rrl.tests.lab.local import crash, processes_on
 from rrl.transport.messages import AgentBeat, AgentHello, StepExit, Wanted
@@ -260,9 +260,9 @@ def test_the_next_manager_finds_the_steps_of_a_killed_one(tmp_path: Path) -> Non
     code = """
 import asyncio, sys, pathlib
 from rrl.manager.cluster.local import LocalCluster
-from rrl.spec.rundir import RunDir
-from rrl.manager.cluster import Step
-from rrl.spec.jobview import Resources
+from rrl.core.run_dir import RunDir
+from rrl.manager.cluster.base import Step
+from rrl.core.run_spec import Resources
 async def main():
     run = RunDir(pathlib.Path(sys.argv[1]))
     for tag in sys.argv[2:]:

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager.cluster import AllocationState, Ask, NodeState, Observed, Refused, Step, Unanswered
-from rrl.manager.cluster.slurm import SlurmCluster
-from rrl.manager.cluster.slurm_commands import SlurmLimits
-from rrl.spec.jobview import Resources
-from rrl.spec.words import NodeName
+from rrl.core.run_spec import Resources
+from rrl.core.types import NodeName
+from rrl.manager.cluster.base import AllocationState, Ask, NodeState, Observed, Refused, Step, Unanswered
+from rrl.manager.cluster.slurm.cluster import SlurmCluster
+from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.lab import slurm_processes
 from rrl.tests.lab.slurm import SlurmLab
 
@@ -444,9 +444,7 @@ def test_steps_that_joined_outlive_a_scancel_of_the_managers_own_job(lab: SlurmL
     as_user(lab, scenario)
 
 
-def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_goes_on(
-    lab: SlurmLab, run: Run
-) -> None:
+def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_goes_on(lab: SlurmLab, run: Run) -> None:
     node = ""
 
     async def first() -> None:
@@ -464,9 +462,7 @@ def test_a_crashed_node_is_seen_down_its_step_is_gone_and_the_rest_of_the_pool_g
         assert observed.allocations is not None
         nodes = observed.allocations[run.pool].nodes
         assert node in nodes
-        observed = await until(
-            slurm, lambda seen: seen.nodes and seen.nodes[NodeName(node)].state is NodeState.DOWN
-        )
+        observed = await until(slurm, lambda seen: seen.nodes and seen.nodes[NodeName(node)].state is NodeState.DOWN)
         assert observed.nodes is not None
         assert observed.nodes[NodeName(node)].detail == "DOWN+NOT_RESPONDING: Not responding"
         left = [name for name in nodes if name != node]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager.cluster import Refused, Unanswered
-from rrl.manager.cluster.slurm_commands import Budget, Ended, environment, execute, failure
+from rrl.manager.cluster.base import Refused, Unanswered
+from rrl.manager.cluster.slurm.commands import Budget, Ended, environment, execute, failure
 
 REFUSALS = """\
 sbatch: error: invalid partition specified: nope / sbatch: error: Batch job submission failed: Invalid partition name specified

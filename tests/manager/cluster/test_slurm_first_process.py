@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine, Iterator
 import msgspec
 import pytest
 
-from rrl.manager.cluster import AllocationState, Ask, Refused, Step
-from rrl.manager.cluster.slurm import SlurmCluster
-from rrl.manager.cluster.slurm_commands import SlurmLimits
-from rrl.spec.jobview import Resources
-from rrl.spec.launch import Launch
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import NodeName
+from rrl.core.launch import Launch
+from rrl.core.run_dir import write_atomically
+from rrl.core.run_spec import Resources
+from rrl.core.types import NodeName
+from rrl.manager.cluster.base import AllocationState, Ask, Refused, Step
+from rrl.manager.cluster.slurm.cluster import SlurmCluster
+from rrl.manager.cluster.slurm.commands import SlurmLimits
 from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
 from rrl.tests.lab.slurm import SlurmLab
 from rrl.transport.messages import AgentHello, StepExit
@@ -63,9 +63,7 @@ async def hold(slurm: SlurmCluster, at: Lab) -> NodeName:
 
 def step(at: Lab, launch: Launch, each: Resources, agent: bool = False) -> Step:
     log = at.run.log_file(f"{launch.tag}.step")
-    return Step(
-        launch.tag, f"{at.run.id}.pool", launch.node, each, at.run.launch_file(launch.tag), log, agent, agent
-    )
+    return Step(launch.tag, f"{at.run.id}.pool", launch.node, each, at.run.launch_file(launch.tag), log, agent, agent)
 
 
 def test_roles_have_gpus_of_their_own_beside_an_agent_that_sees_all_and_nothing_of_slurm_or_mpi(site: SlurmLab) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager.cluster import Refused, Unanswered
-from rrl.manager.cluster.slurm_harm import HARM_ENV, harm
-from rrl.spec.faults import Fault, FaultKind
+from rrl.core.faults import Fault, FaultKind
+from rrl.manager.cluster.base import Refused, Unanswered
+from rrl.manager.cluster.slurm.lab_faults import HARM_ENV, harm
 from rrl.tests.lab import slurm_processes
 from rrl.tests.lab.slurm import SlurmLab
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rrl.manager.cluster.slurm_limits import Limit, association_limits, enforced, look, qos_limits
+from rrl.manager.cluster.slurm.limits import Limit, association_limits, enforced, look, qos_limits
 from rrl.tests.lab import slurm_accounting as accounting
 from rrl.tests.lab.slurm import SlurmLab
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine, Iterator
 
 import pytest
 
-from rrl.manager.cluster import AllocationState, Refused, Unanswered
-from rrl.manager.cluster.slurm import SlurmCluster
-from rrl.manager.cluster.slurm_commands import Ended
-from rrl.manager.cluster.slurm_nodes import SlurmNodes
-from rrl.manager.cluster.slurm_text import Job
-from rrl.spec.words import NodeName
+from rrl.core.types import NodeName
+from rrl.manager.cluster.base import AllocationState, Refused, Unanswered
+from rrl.manager.cluster.slurm.cluster import SlurmCluster
+from rrl.manager.cluster.slurm.commands import Ended
+from rrl.manager.cluster.slurm.nodes import SlurmNodes
+from rrl.manager.cluster.slurm.parsing import Job
 from rrl.tests.lab.plain_user import call_as
 from rrl.tests.lab.slurm import SlurmLab
 from rrl.tests.manager.cluster.test_slurm import FAST, Run, as_user, lives, state, until

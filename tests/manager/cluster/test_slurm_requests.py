@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.manager.cluster import AllocationState, Ask, Refused
-from rrl.manager.cluster.slurm import SlurmCluster
-from rrl.manager.cluster.slurm_commands import SlurmLimits
-from rrl.spec.jobview import Resources
+from rrl.core.run_spec import Resources
+from rrl.manager.cluster.base import AllocationState, Ask, Refused
+from rrl.manager.cluster.slurm.cluster import SlurmCluster
+from rrl.manager.cluster.slurm.commands import SlurmLimits
 
 ASK = Ask("run-1.pool", 1, Resources(cpus=1), 600.0, comment="rrl run-1")
 TRIED = "5|5|CANCELLED||run-1.pool|None|0:00|10:00|0|0|rrl run-1 run-1.pool"

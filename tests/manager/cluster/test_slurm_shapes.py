@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from rrl.manager.cluster.slurm_shapes import Partition, chosen, gpus_by_type, read_partitions, seconds_of
-from rrl.manager.cluster.slurm_text import Unreadable
-from rrl.spec.jobview import Resources
+from rrl.core.run_spec import Resources
+from rrl.manager.cluster.slurm.parsing import Unreadable
+from rrl.manager.cluster.slurm.requests import Partition, chosen, gpus_by_type, read_partitions, seconds_of
 
 INF = float("inf")
 
 
 def sinfo(*rows: str) -> str:
-    return "".join(f"\x1e{row.replace('|', chr(0x1f))}\n" for row in rows)
+    return "".join(f"\x1e{row.replace('|', chr(0x1F))}\n" for row in rows)
 
 
 PARTITIONS = sinfo(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rrl.manager.cluster import Step
-from rrl.manager.cluster.slurm_commands import SlurmLimits
-from rrl.manager.cluster.slurm_srun import Sruns
-from rrl.spec.jobview import Resources
-from rrl.spec.words import NodeName
+from rrl.core.run_spec import Resources
+from rrl.core.types import NodeName
+from rrl.manager.cluster.base import Step
+from rrl.manager.cluster.slurm.commands import SlurmLimits
+from rrl.manager.cluster.slurm.steps import Sruns
 
 FILES = Path("/runs/r/steps/r.rollout-0.1.launch"), Path("/runs/r/logs/100%.log")
 
@@ -26,14 +26,14 @@ def test_a_role_takes_its_share_of_the_node_under_the_nodes_own_limits() -> None
         "srun --jobid=7 --job-name=r.rollout-0.1 --nodes=1 --ntasks=1 --nodelist=n3 --exact --cpus-per-task=2"
         " --mem=1024M --gres=gpu:1 --mpi=none --kill-on-bad-exit=0 --no-kill --wait=0 --immediate=60 --export=NONE"
         " --propagate=NONE --input=none --output=/runs/r/logs/100%%.log.%t --chdir=/runs/r/steps --quiet"
-        " /venv/bin/python -P -m rrl.roles.step /runs/r/steps/r.rollout-0.1.launch"
+        " /venv/bin/python -P -m rrl.roles.launcher.step /runs/r/steps/r.rollout-0.1.launch"
     )
 
 
 def test_an_agent_overlaps_and_takes_no_memory() -> None:
     said = command(step(Resources(1, 8), agent=True))
     assert " --exact --overlap --cpus-per-task=1 --mem=0 --gres=gpu:8 " in said
-    assert said.endswith(" -P -m rrl.roles.agent /runs/r/steps/r.rollout-0.1.launch")
+    assert said.endswith(" -P -m rrl.roles.agent.main /runs/r/steps/r.rollout-0.1.launch")
 
 
 def test_a_step_in_a_component_names_its_leader_and_its_number() -> None:
@@ -45,6 +45,6 @@ def test_in_a_container_its_options_and_its_interpreter_stand_before_the_launch_
     options = ("--container-image=/i.sqsh", "--container-workdir=/job")
     said = command(step(Resources(), container=options, python="python3"))
     assert said.endswith(
-        " --quiet --container-image=/i.sqsh --container-workdir=/job python3 -P -m rrl.roles.step"
+        " --quiet --container-image=/i.sqsh --container-workdir=/job python3 -P -m rrl.roles.launcher.step"
         " /runs/r/steps/r.rollout-0.1.launch"
     )

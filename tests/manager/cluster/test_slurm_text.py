@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.manager.cluster import AllocationState, NodeState
-from rrl.manager.cluster.slurm_text import (
+from rrl.core.types import NodeName
+from rrl.manager.cluster.base import AllocationState, NodeState
+from rrl.manager.cluster.slurm.parsing import (  # fmt: skip
     Job,
     JobEnd,
     Unreadable,
@@ -18,8 +19,7 @@ from rrl.manager.cluster.slurm_text import (
     read_jobs,
     read_nodes,
     read_steps,
-)  # fmt: skip
-from rrl.spec.words import NodeName
+)
 
 
 def recorded(name: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 import rrl
+from rrl.core.types import Version
 from rrl.roles.rollout.engine import Grown
 from rrl.roles.rollout.main import roll
 from rrl.roles.trajectories.types import Item, Segment
-from rrl.spec.words import Version
 
 pytestmark = pytest.mark.torch
 

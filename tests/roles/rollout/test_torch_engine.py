@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rrl.roles.model import build_model
+from rrl.core.types import Life, ReplicaId, Version
+from rrl.roles.models.policy import build_model
+from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
-from rrl.roles.tokenizer import EOS
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.types import Batch, Item, Segment
-from rrl.spec.words import Life, ReplicaId, Version
 from rrl.tests.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
@@ -119,9 +119,7 @@ def test_each_trajectory_keeps_to_its_own_limit() -> None:
 def test_the_model_is_asked_once_for_each_token_of_the_longest_trajectory() -> None:
     model = build_model(harness.SMALL, 13, 3)
     read: list[torch.Size] = []
-    model.register_forward_pre_hook(
-        lambda _, __, given: read.append(given["input_ids"].shape), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda _, __, given: read.append(given["input_ids"].shape), with_kwargs=True)
     engine = TorchEngine(model, ends=frozenset({13}), seed=0, sampling=Sampling(segment_tokens=3))
     engine.load(_FIRST, harness.learner().weights().items())
     group = [Item(n, 0, _prompt(0, 5), (), 2 + n % 3) for n in range(16)]

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.keeper import Keeper
-from rrl.spec.words import NodeName, ReplicaId
+from rrl.roles.snapshots.server import Keeper
 from rrl.tests.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
 

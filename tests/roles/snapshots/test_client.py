@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from rrl.roles.snapshots import asking
-from rrl.roles.snapshots import keeper as keepers
+from rrl.core.types import Life, ReplicaId
+from rrl.roles.snapshots import connection
+from rrl.roles.snapshots import server as keepers
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.keeper import Keeper
-from rrl.roles.snapshots.shape import META_ROOM, PAYLOAD, Damaged, Fenced, Kept, SnapshotError, digest_of
-from rrl.spec.words import Life, ReplicaId
+from rrl.roles.snapshots.format import META_ROOM, PAYLOAD, Damaged, Fenced, Kept, SnapshotError, digest_of
+from rrl.roles.snapshots.server import Keeper
 from rrl.tests.lab.first import PATIENCE, until
 from rrl.tests.roles.snapshots.keeping import FAR, keep, keeper, member, process
 from rrl.tests.roles.snapshots.writer import GANG, NODE
-from rrl.transport import blobs
-from rrl.transport.blobs import send_bulk
 from rrl.transport.keys import RunKeys
-from rrl.transport.weights import pipe
-from rrl.transport.weights.pipe import Line, shake_hands
+from rrl.transport.streams import framing
+from rrl.transport.streams.framing import send_bulk
+from rrl.transport.weights import base
+from rrl.transport.weights.base import Line, shake_hands
 
 BIG = 24 * 2**20
 """bytes; more than two sockets hold"""
@@ -33,7 +33,7 @@ BIG = 24 * 2**20
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second is little on a loaded machine."""
-    monkeypatch.setattr(pipe, "HANDSHAKE_BY", 10.0)
+    monkeypatch.setattr(base, "HANDSHAKE_BY", 10.0)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_every_rank_and_every_node_has_memory_of_its_own(keys: RunKeys, here: Ke
 def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
     keys: RunKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "RETRY", 0.0)
+    monkeypatch.setattr(connection, "RETRY", 0.0)
     with member(keys) as client:
         with pytest.raises(SnapshotError, match=r"nobody listens .* it must share the node's network"):
             client.buffer(1000, 1)
@@ -188,7 +188,7 @@ def test_without_an_agent_nothing_is_kept_and_with_the_next_one_it_is_again(
 def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
     keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "RETRY", 0.0)
+    monkeypatch.setattr(connection, "RETRY", 0.0)
     with member(keys) as client:
         with process(keys, tmp_path) as (agent, _):
             keep(client, 1)
@@ -205,7 +205,7 @@ def test_an_agent_that_is_killed_costs_its_snapshots_and_no_more(
 def test_a_hanging_agent_is_not_asked_at_every_step(
     keys: RunKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipe, "HANDSHAKE_BY", 1.0)
+    monkeypatch.setattr(base, "HANDSHAKE_BY", 1.0)
     with process(keys, tmp_path) as (agent, _), member(keys) as client:
         agent.send_signal(signal.SIGSTOP)
         with pytest.raises(SnapshotError, match="nothing within"):
@@ -221,14 +221,12 @@ def test_a_hanging_agent_is_not_asked_at_every_step(
             asked.set()
             await shake_hands(*args, **more)
 
-        monkeypatch.setattr(asking, "shake_hands", handshake)
+        monkeypatch.setattr(connection, "shake_hands", handshake)
         assert client.available() == []
         keep(client, 4)
 
 
-def test_an_agent_that_hangs_costs_a_member_nothing_once_it_has_its_memory(
-    keys: RunKeys, tmp_path: Path
-) -> None:
+def test_an_agent_that_hangs_costs_a_member_nothing_once_it_has_its_memory(keys: RunKeys, tmp_path: Path) -> None:
     with process(keys, tmp_path) as (agent, _), member(keys) as client:
         keep(client, 1)
         keep(client, 2)
@@ -258,14 +256,12 @@ def test_more_than_the_node_has_room_for_is_refused_and_what_was_kept_stays(
 def test_a_member_takes_no_memory_that_its_own_step_does_not_have(
     one: SnapshotClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrl.roles.snapshots.mapped.available", lambda: 10**6)
+    monkeypatch.setattr("rrl.roles.snapshots.mapping.available", lambda: 10**6)
     with pytest.raises(SnapshotError, match="a snapshot takes 41 MB more, 1 MB are left here"):
         one.buffer(40 * 10**6, 1)
 
 
-def test_a_limit_of_file_sizes_is_named(
-    one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_of_file_sizes_is_named(one: SnapshotClient, here: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     def limited(fd: int, size: int) -> None:
         raise OSError(27, "File too large")
 
@@ -276,7 +272,9 @@ def test_a_limit_of_file_sizes_is_named(
 
 def test_two_hundred_steps_take_no_more_memory_and_descriptors_than_two(keys: RunKeys, tmp_path: Path) -> None:
     with (
-        process(keys, tmp_path) as (agent, _), process(keys, tmp_path, FAR) as (buddy, address), member(keys) as client
+        process(keys, tmp_path) as (agent, _),
+        process(keys, tmp_path, FAR) as (buddy, address),
+        member(keys) as client,
     ):
         size = 2**20
         for step in range(1, 201):
@@ -393,7 +391,7 @@ def test_a_receiver_that_hangs_is_given_up(
     keys: RunKeys, one: SnapshotClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(one, 1, BIG)
-    monkeypatch.setattr(blobs, "CHUNK_BY", 0.2)
+    monkeypatch.setattr(framing, "CHUNK_BY", 0.2)
     with process(keys, tmp_path, FAR) as (agent, address):
         _stops_when_asked(agent.pid, monkeypatch)
         with pytest.raises(SnapshotError, match=r"nothing within 0\.2 s"):
@@ -440,9 +438,7 @@ def _stops_when_asked(pid: int, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
 # ── lives ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.usefixtures("hasty")
-def test_a_fenced_member_cannot_touch_what_its_successor_keeps(
-    keys: RunKeys, one: SnapshotClient, far: Keeper
-) -> None:
+def test_a_fenced_member_cannot_touch_what_its_successor_keeps(keys: RunKeys, one: SnapshotClient, far: Keeper) -> None:
     keep(one, 1)
     keep(one, 2)
     late = one.buffer(1000, 3)

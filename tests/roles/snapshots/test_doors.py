@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
+from rrl.core.types import NodeName
 from rrl.roles.snapshots import messages as msg
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.doors import local_key, remote_key, socket_name
-from rrl.roles.snapshots.keeper import Keeper
-from rrl.roles.snapshots.shape import Kept, SnapshotError
-from rrl.spec.words import NodeName
+from rrl.roles.snapshots.connection import local_key, remote_key, socket_name
+from rrl.roles.snapshots.format import Kept, SnapshotError
+from rrl.roles.snapshots.server import Keeper
 from rrl.tests.lab.first import PATIENCE, until
 from rrl.tests.roles.snapshots.keeping import FAR, keep, keeper, member
 from rrl.tests.roles.snapshots.writer import GANG, NODE, RUN
-from rrl.transport import blobs
 from rrl.transport.keys import RunKeys
-from rrl.transport.local import LocalListener, UnixLine, abstract, dial_local
-from rrl.transport.weights.pipe import Line, PipeError, shake_hands
+from rrl.transport.streams import framing
+from rrl.transport.streams.unix import LocalListener, UnixLine, abstract, dial_local
+from rrl.transport.weights.base import Line, PipeError, shake_hands
 from rrl.transport.weights.tcp import dial
 
 STRANGERS = 400
@@ -102,8 +102,8 @@ def test_members_of_another_run_are_not_heard_at_either_door(keys: RunKeys, here
         ):
             try:
                 await shake_hands(line, key, dialled=True)
-                await blobs.say(line, msg.Ask(msg.Who(GANG, 0, 1)))
-                assert await blobs.hear(line, msg.Answer) == msg.Listed(())
+                await framing.say(line, msg.Ask(msg.Who(GANG, 0, 1)))
+                assert await framing.hear(line, msg.Answer) == msg.Listed(())
             finally:
                 line.abort()
 

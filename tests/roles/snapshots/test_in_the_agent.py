@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rrl.core.launch import Launch
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life, NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.doors import socket_name
-from rrl.roles.snapshots.shape import Fenced, SnapshotError
-from rrl.spec.launch import Launch
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.roles.snapshots.connection import socket_name
+from rrl.roles.snapshots.format import Fenced, SnapshotError
 from rrl.tests.lab.first import Lab, eventually, lab
 from rrl.tests.roles.snapshots.keeping import keep
 from rrl.tests.security.attacks import Footprint
@@ -41,9 +41,7 @@ def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) ->
         async with at.manager() as manager:
             launches = {node: agent_on(at, node) for node in ("local1", "local2")}
             agents = {node: at.start(launch, "agent") for node, launch in launches.items()}
-            addresses = {
-                node: (await manager.hears(msg.AgentHello, partial(_is_on, node))).keeps for node in launches
-            }
+            addresses = {node: (await manager.hears(msg.AgentHello, partial(_is_on, node))).keeps for node in launches}
             before = {node: Footprint.of(agent.pid) for node, agent in agents.items()}
             first, second = member(at, "local1"), member(at, "local2", 2)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rrl.roles.snapshots.mapped import Mapped, lent
-from rrl.roles.snapshots.shape import Kept, SnapshotError
-from rrl.spec.words import ReplicaId
+from rrl.core.types import ReplicaId
+from rrl.roles.snapshots.format import Kept, SnapshotError
+from rrl.roles.snapshots.mapping import Mapped, lent
 
 KEPT = Kept(ReplicaId("trainer/0"), 0, 1, 1, 8, b"", own=True)
 

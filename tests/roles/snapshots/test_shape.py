@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrl.core.types import ReplicaId
+from rrl.roles.snapshots.buffers import Shelf, available
+from rrl.roles.snapshots.format import CLEARED, Digest, Head, Kept, SnapshotError, digest_of, turn
 from rrl.roles.snapshots.messages import Who
-from rrl.roles.snapshots.room import available
-from rrl.roles.snapshots.shape import CLEARED, Digest, Head, Kept, SnapshotError, digest_of, turn
-from rrl.roles.snapshots.shelf import Shelf
-from rrl.spec.words import ReplicaId
-from rrl.transport.blobs import CHUNK
+from rrl.transport.streams.framing import CHUNK
 
 _number = st.integers(0, 2**64 - 1)
 _heads = st.builds(Head, _number, _number, _number, _number, _number, st.binary(min_size=16, max_size=16))

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.roles.snapshots.mapped import Mapped
-from rrl.roles.snapshots.shape import Head
-from rrl.spec.words import NodeName, ReplicaId
+from rrl.roles.snapshots.format import Head
+from rrl.roles.snapshots.mapping import Mapped
 from rrl.transport.keys import RunKeys
 
 RUN, NODE, GANG = "run-1", NodeName("n1"), ReplicaId("trainer/0")

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from rrl.roles.model import ModelSpec, build_model
+from rrl.config.job.roles import TrainerRole
+from rrl.core.types import Version
+from rrl.roles.models.policy import ModelSpec, build_model
+from rrl.roles.models.tokenizer import EOS
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
-from rrl.roles.tokenizer import EOS
 from rrl.roles.trainer.learner import Learner, LearnerSettings
 from rrl.roles.trajectories.types import Batch, Item, Segment, Trajectory
-from rrl.spec.job_roles import TrainerRole
-from rrl.spec.words import Version
 
 torch.set_num_threads(1)  # the tests share their cores, and a model this small gains nothing from a second one
 SMALL = ModelSpec(

@@ -13,15 +13,15 @@ from typing import Any
 import numpy
 import torch
 
-from rrl.roles.snapshots.shape import SnapshotError
-from rrl.roles.trainer import checkpoint, main, sharing
+from rrl.core.launch import LAUNCH_ENV
+from rrl.roles.snapshots.format import SnapshotError
+from rrl.roles.trainer import checkpoint, main, process_group
+from rrl.roles.trainer.async_saver import Saver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
-from rrl.roles.trainer.gang import Gang
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trainer.saver import Saver
+from rrl.roles.trainer.process_group import Gang
 from rrl.roles.trajectories.types import Batch
-from rrl.roles.worker import Worker
-from rrl.spec.launch import LAUNCH_ENV
+from rrl.roles.worker.api import Worker
 
 
 def play(launch_file: str, log: str, moment: str, step: int, dies: bool, seed: int) -> None:
@@ -76,15 +76,15 @@ def _before(owner: Any, name: str, when: Callable[..., bool]) -> None:
 
 def _while_the_batch_is_shared(step: int) -> None:
     """The first member has it and has sent none of it, or another has received none of it."""
-    next_, now = sharing._next, [0]
+    next_, now = process_group._next, [0]
 
     def noted(me: Worker, gang: Gang, number: int) -> Batch | None:
         now[0] = number
         return next_(me, gang, number)
 
-    sharing._next = noted
+    process_group._next = noted
     for name in ("_send", "_receive"):
-        _before(sharing, name, lambda *_: now[0] == step)
+        _before(process_group, name, lambda *_: now[0] == step)
 
 
 def _in_the_step(step: int) -> None:

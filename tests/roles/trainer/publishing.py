@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from rrl.roles.model import ModelSpec, materialise, skeleton, weights
+from rrl.core.types import Version
+from rrl.roles.models.policy import ModelSpec, materialise, skeleton, weights
+from rrl.roles.models.tensors import unpack
 from rrl.roles.rollout.torch_engine import TorchEngine
-from rrl.roles.tensors import unpack
 from rrl.roles.trainer import main
-from rrl.roles.trainer.gang import Gang
-from rrl.spec.words import Version
+from rrl.roles.trainer.process_group import Gang
 from rrl.transport.weights.manifest import layout
 
 SPEC = ModelSpec(
@@ -52,9 +52,7 @@ def play(rank: int, world: int, folder: str, dtype: str) -> None:
             tensor.zero_()
         engine = TorchEngine(taker, ends=frozenset({1}), seed=0)
         said["loading"] = _growth(lambda: engine.load(Version(1, 1), unpack(me.specs, memoryview(me.flat))))
-        said["right"] = all(
-            bool((tensor == place + 1).all()) for place, tensor in enumerate(weights(taker).values())
-        )
+        said["right"] = all(bool((tensor == place + 1).all()) for place, tensor in enumerate(weights(taker).values()))
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(said))
     gang.all(True)
 

@@ -18,18 +18,18 @@ from typing import Any
 
 import msgspec
 
-from rrl.roles.snapshots.keeper import Keeper
+from rrl.config.job.schema import Job
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life, NodeName, ReplicaId, Version, member_id, rank_of
+from rrl.roles.snapshots.server import Keeper
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import CommittedState, Prompt, Request, Score, Segment
-from rrl.spec.job import Job
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life, NodeName, ReplicaId, Version, member_id, rank_of
 from rrl.tests.lab.first import Lab
 from rrl.tests.roles import folders
 from rrl.tests.roles.trainer import mortal
 from rrl.tests.roles.trajectories import crew
-from rrl.transport.control import Listener
+from rrl.transport.control.endpoints import Listener
 from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, Up, Welcome
 
 ENDS_BY = 120.0
@@ -143,9 +143,7 @@ class Stage:
         members = [Life(member_id(GANG, each), self.incarnation) for each in range(self.world)]
         for replica in [each for each in self._peers if each.startswith(GANG)]:
             del self._peers[replica]
-        started = [
-            self._start(life, moment, step, bool(moment) and each == rank) for each, life in enumerate(members)
-        ]
+        started = [self._start(life, moment, step, bool(moment) and each == rank) for each, life in enumerate(members)]
         try:
             await self._until_one_ends(started)
             if any(process.exitcode not in (None, 0) for process in started):

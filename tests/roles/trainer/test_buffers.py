@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rrl.roles.snapshots.shape import SnapshotError
-from rrl.roles.trainer.buffers import HostBuffers, buddy_of
-from rrl.roles.trainer.layout import Layout
-from rrl.spec.words import NodeName
+from rrl.core.types import NodeName
+from rrl.roles.snapshots.format import SnapshotError
+from rrl.roles.trainer.host_buffers import HostBuffers, Layout, buddy_of
 from rrl.tests.lab.first import until
 
 pytestmark = pytest.mark.torch

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rrl.roles.checkpoint_files import DamagedCheckpoint, describe, fresh_folder, incarnation_of, verified
+from rrl.core.run_dir import RunDir
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
-from rrl.spec.rundir import RunDir
+from rrl.roles.worker.checkpoint_files import DamagedCheckpoint, describe, fresh_folder, incarnation_of, verified
 from rrl.tests.roles.trainer import harness
 
 pytestmark = pytest.mark.torch

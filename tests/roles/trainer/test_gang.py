@@ -13,13 +13,13 @@ import pytest
 from msgspec import Struct
 from torch import Tensor
 
-from rrl.roles.link import FENCED_EXIT
-from rrl.roles.model import ModelSpec, build_model
+from rrl.core.types import Life, NodeName
+from rrl.roles.models.policy import ModelSpec, build_model
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import CommittedState, Denied, NotYet
-from rrl.spec.words import Life, NodeName
+from rrl.roles.worker.connection import FENCED_EXIT
 from rrl.tests.roles.trainer import harness
 from rrl.tests.roles.trainer.mortal import MOMENTS, SEALED, SHARED
 from rrl.tests.roles.trainer.stage import GANG, VOCABULARY, Stage, nursery

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rrl.roles.trainer.grpo import group_advantages, grpo_loss
+from rrl.roles.trainer.losses import group_advantages, grpo_loss
 
 pytestmark = pytest.mark.torch
 

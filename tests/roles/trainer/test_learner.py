@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rrl.roles.model import build_model, materialise, skeleton
-from rrl.roles.tokenizer import EOS
-from rrl.roles.trainer.layout import Layout
+from rrl.core.types import Version
+from rrl.roles.models.policy import build_model, materialise, skeleton
+from rrl.roles.models.tokenizer import EOS
+from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.learner import Example, Learner
-from rrl.roles.trainer.practice import practise
+from rrl.roles.trainer.main import practise
 from rrl.roles.trajectories.types import Batch, Trajectory
-from rrl.spec.words import Version
 from rrl.tests.roles.trainer import harness
 
 pytestmark = pytest.mark.torch

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rrl.roles.model import log_probs
-from rrl.roles.trainer import likelihood as room
-from rrl.roles.trainer.likelihood import likelihood
+from rrl.roles.models.policy import log_probs
+from rrl.roles.trainer import losses as room
+from rrl.roles.trainer.losses import likelihood
 
 pytestmark = pytest.mark.torch
 
@@ -48,8 +48,8 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 _MEASURED = """
 import sys, torch
 from pathlib import Path
-from rrl.roles.model import log_probs
-from rrl.roles.trainer.likelihood import likelihood
+from rrl.roles.models.policy import log_probs
+from rrl.roles.trainer.losses import likelihood
 torch.set_num_threads(1)
 def status(what):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,22 +13,22 @@ import pytest
 import torch
 
 import rrl
-from rrl.roles.checkpoint_files import describe, fresh_folder
-from rrl.roles.model import ModelSpec, build_model
+from rrl.config.job.schema import Job
+from rrl.core.launch import Launch
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, NodeName, ReplicaId, Version
+from rrl.roles.models.policy import ModelSpec, build_model
+from rrl.roles.models.tensors import PackedTensor, unpack
+from rrl.roles.models.tokenizer import EOS, open_tokenizer
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine
-from rrl.roles.tensors import PackedTensor, unpack
-from rrl.roles.tokenizer import EOS, open_tokenizer
-from rrl.roles.trainer import gang, restart
 from rrl.roles.trainer import main as trainer_main
-from rrl.roles.trainer.restart import Commit, Found
-from rrl.roles.trainer.saver import Note, Saver
+from rrl.roles.trainer import process_group, restore
+from rrl.roles.trainer.async_saver import Note, Saver
+from rrl.roles.trainer.restore import Commit, Found
 from rrl.roles.trajectories.types import Batch, Item, Segment
-from rrl.spec.job import Job
-from rrl.spec.launch import Launch
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, NodeName, ReplicaId, Version
+from rrl.roles.worker.checkpoint_files import describe, fresh_folder
 from rrl.tests.roles.trainer import harness
 from rrl.transport.weights.manifest import TensorSpec, layout
 
@@ -65,7 +65,7 @@ class _Version:
 
 
 class _Worker:
-    """What :class:`rrl.roles.worker.Worker` offers, in memory; its ``committed`` outlives it, as the store does."""
+    """What :class:`rrl.roles.worker.api.Worker` offers, in memory; its ``committed`` outlives it, as the store does."""
 
     def __init__(self, replica: str, incarnation: int, run_dir: RunDir, committed: dict[int, dict[str, Any]]) -> None:
         life = Life(ReplicaId(replica), incarnation)
@@ -214,8 +214,8 @@ def test_the_memory_of_a_snapshot_is_let_go_of_once_it_is_loaded(
         seen.append(memory() is None)
         words[4].finish()  # the saver's thread
 
-    monkeypatch.setattr(restart, "find", lambda *_: Found(Commit(0, None), note, held.pop()))
-    monkeypatch.setattr(restart, "load", lambda *_: None)
+    monkeypatch.setattr(restore, "find", lambda *_: Found(Commit(0, None), note, held.pop()))
+    monkeypatch.setattr(restore, "load", lambda *_: None)
     monkeypatch.setattr(trainer_main, "_train", train)
     monkeypatch.setattr(rrl, "join", lambda: _Worker("trainer/0", 2, _run_dir(tmp_path / "run"), {}), raising=False)
     trainer_main.main()
@@ -229,7 +229,7 @@ def test_a_shadow_whose_gpus_are_not_known_yet_does_not_have_torch_ask_for_them(
     worker, asked = _Worker("trainer/0", 1, _run_dir(tmp_path / "run"), {}), list[int]()
     worker.launch = msgspec.structs.replace(worker.launch, standby=True, gpus=gpus)
     monkeypatch.setattr(trainer_main, "practise", lambda: asked.append(1))
-    monkeypatch.setattr(gang, "given_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(process_group, "given_device", lambda _: torch.device("cpu"))
     _train(monkeypatch, worker, _batches()[:1])
     assert bool(asked) == practised
 
@@ -328,9 +328,7 @@ def test_a_rollout_loads_new_weights_before_it_works_and_hands_over_every_segmen
     assert worker.segments[0] != worker.segments[1]  # it goes on sampling, it does not repeat itself
 
 
-def test_a_rollout_stops_working_on_what_is_no_longer_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rollout_stops_working_on_what_is_no_longer_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_dir = _run_dir(tmp_path / "run")
     trainer = _train(monkeypatch, _Worker("trainer/0", 1, run_dir, {}), [])
     items = tuple(Item(n, n, (2, 3, 4), (), 60) for n in range(20))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rrl.roles.link import Stopping
-from rrl.roles.trainer import gang as gang_module
-from rrl.roles.trainer.gang import Gang, lost_another
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.types import Life, ReplicaId
+from rrl.roles.trainer import process_group as gang_module
+from rrl.roles.trainer.process_group import Gang, lost_another
+from rrl.roles.worker.connection import Stopping
 from rrl.transport.address import NoAddress
 from rrl.transport.messages import Peer, Peers
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from rrl.roles.snapshots.shape import Damaged, Kept, SnapshotError
-from rrl.roles.trainer.gang import Gang
-from rrl.roles.trainer.restart import Commit, Found, check_same, find, usable
-from rrl.roles.trainer.saver import Note
-from rrl.spec.words import Life, NodeName, ReplicaId
+from rrl.core.types import Life, NodeName, ReplicaId
+from rrl.roles.snapshots.format import Damaged, Kept, SnapshotError
+from rrl.roles.trainer.async_saver import Note
+from rrl.roles.trainer.process_group import Gang
+from rrl.roles.trainer.restore import Commit, Found, check_same, find, usable
 from rrl.transport.messages import Peers
 
 pytestmark = pytest.mark.torch

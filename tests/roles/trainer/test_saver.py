@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from rrl.roles.checkpoint_files import Digest, describe, fresh_folder
-from rrl.roles.link import Stopping
-from rrl.roles.trainer import saver as saver_module
-from rrl.roles.trainer.buffers import HostBuffers
+from rrl.core.phases import phase
+from rrl.core.run_dir import RunDir
+from rrl.core.types import Life, ReplicaId
+from rrl.roles.trainer import async_saver as saver_module
+from rrl.roles.trainer.async_saver import COMMITTED_BY, Saver
 from rrl.roles.trainer.checkpoint import Checkpoints, Written
-from rrl.roles.trainer.gang import STANDSTILL, Gang
+from rrl.roles.trainer.host_buffers import HostBuffers
 from rrl.roles.trainer.learner import Learner
-from rrl.roles.trainer.saver import COMMITTED_BY, Saver
-from rrl.spec.phases import phase
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import Life, ReplicaId
+from rrl.roles.trainer.process_group import STANDSTILL, Gang
+from rrl.roles.worker.checkpoint_files import Digest, describe, fresh_folder
+from rrl.roles.worker.connection import Stopping
 from rrl.tests.lab.first import PATIENCE, until
 from rrl.tests.roles.trainer import harness
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from rrl.roles.trainer import sharing
+from rrl.core.types import Life, ReplicaId, member_id
+from rrl.roles.trainer import process_group
 from rrl.roles.trajectories.records import pack_tokens
 from rrl.roles.trajectories.types import PackedBatch, PackedTrajectory
-from rrl.spec.words import Life, ReplicaId, member_id
 
 pytestmark = pytest.mark.torch
 
@@ -94,7 +94,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, **stops: int) -> tuple[list[_Member],
         gloo.here.rank, me, given = rank, members[rank], []
         gang: Any = _Gang(gloo, rank)
         who: Any = me
-        for batch in sharing.batches(who, gang, after=0):
+        for batch in process_group.batches(who, gang, after=0):
             assert [each.tokens for each in batch.trajectories[rank::WORLD]] == [(i,) for i in range(rank, 5, WORLD)]
             given.append(batch.digest)
             if batch.number == me.stops:

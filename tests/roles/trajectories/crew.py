@@ -6,21 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rrl.roles.trajectories.packed import unpacked
+from rrl.core.types import Life, ReplicaId, Version
+from rrl.roles.trajectories.batches import unpacked
 from rrl.roles.trajectories.store import Store
-from rrl.roles.trajectories.types import (
-    Batch,
-    Bound,
-    Done,
-    Item,
-    Leased,
-    PackedBatch,
-    Prompt,
-    Score,
-    Scoring,
-    Segment,
-)
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.roles.trajectories.types import Batch, Bound, Done, Item, Leased, PackedBatch, Prompt, Score, Scoring, Segment
 
 GROUP = 2
 BATCH = 2

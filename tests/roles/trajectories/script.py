@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from rrl.core.types import Life
 from rrl.roles.trajectories.server import answer
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
@@ -30,7 +31,6 @@ from rrl.roles.trajectories.types import (
     Scoring,
     Segment,
 )
-from rrl.spec.words import Life
 from rrl.tests.roles.trajectories.crew import (
     BATCH,
     GROUP,

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life
 from rrl.roles.trajectories.server import Server
 from rrl.roles.trajectories.types import Request
-from rrl.spec.rundir import write_atomically
-from rrl.spec.words import Life
 from rrl.tests.roles.trajectories.crew import open_store
-from rrl.transport.control import Address, Listener
+from rrl.transport.control.endpoints import Address, Listener
 from rrl.transport.keys import RunKeys
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rrl.core.types import Life
 from rrl.roles.trajectories.log import LogDamaged
 from rrl.roles.trajectories.types import Bound, Done, PackedBatch
-from rrl.spec.words import Life
 from rrl.tests.roles.trajectories.crew import MAX_NEW, REWARD, lease, life, open_store, score, segment
 from rrl.tests.roles.trajectories.script import Acknowledged, Script, check, log_in
 

@@ -97,7 +97,9 @@ def _crash_everywhere(lived: Lived, tmp_path: Path, cuts: Callable[[int, int], I
                 folder = _laid_out(tmp_path / str(len(seen)), image)
                 check(folder, script.promised[moment.note], STEPS, again, staleness=STALENESS, waits=False)
             except BaseException as error:
-                error.add_note(f"{moment.number}: {moment.call}; {({name: len(data) for name, data in image.items()})}")
+                error.add_note(
+                    f"{moment.number}: {moment.call}; { ({name: len(data) for name, data in image.items()}) }"
+                )
                 raise
     return len(seen)
 

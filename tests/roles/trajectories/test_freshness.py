@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rrl.core.types import Life
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotYet, PackedBatch
-from rrl.roles.worker import _told_by
-from rrl.spec.words import Life
+from rrl.roles.worker.api import _told_by
 from rrl.tests.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -149,7 +149,7 @@ def test_without_a_limit_nothing_is_dropped_and_nobody_is_held_back(tmp_path: Pa
 
 # ── bindings stand ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_trainer_that_goes_back_to_an_older_step_is_given_the_same_batches_of_the_same_versions(
-    tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     store = open_store(tmp_path, staleness=0, keep_uncommitted=2)
     batches = []

@@ -7,12 +7,12 @@ from array import array
 import msgspec
 import pytest
 
-from rrl.roles.trajectories.packed import Elsewhere, share, unpacked
+from rrl.config.job import validation
+from rrl.core.types import Version
+from rrl.roles.trajectories.batches import Elsewhere, share, unpacked
 from rrl.roles.trajectories.records import pack_tokens
 from rrl.roles.trajectories.types import Answer, Batch, Bound, PackedBatch, PackedTrajectory, Trajectory
-from rrl.spec import job_checks
-from rrl.spec.words import Version
-from rrl.transport.wire import CONTROL, Codec, frame
+from rrl.transport.control.sockets import CONTROL, Codec, frame
 
 _PROMPTS = {3: (2, 3, 4), 7: (5,)}
 
@@ -73,8 +73,8 @@ def test_tokens_that_another_member_has_are_never_taken_for_none() -> None:
 
 
 def test_no_batch_that_the_check_of_job_toml_lets_pass_is_larger_than_its_message() -> None:
-    assert CONTROL.frame == job_checks.BATCH_FRAME
+    assert CONTROL.frame == validation.BATCH_FRAME
     tokens, versions = 1000, 60
     trajectory = _packed(2**40, 2**40, tokens, ((tokens // versions + 2**20, 2**20, 2**20),) * versions)
     data = msgspec.msgpack.encode(trajectory)
-    assert len(data) <= job_checks._TOKEN * tokens + job_checks._TRAJECTORY
+    assert len(data) <= validation._TOKEN * tokens + validation._TRAJECTORY

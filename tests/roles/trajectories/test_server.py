@@ -14,11 +14,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from rrl.roles.probes import Probes
+from rrl.config.job.load import resolved
+from rrl.config.job.schema import Job
+from rrl.core.types import Life, ProbeResult, Version, member_id
 from rrl.roles.trajectories import client as client_module
 from rrl.roles.trajectories import server as server_module
+from rrl.roles.trajectories.batches import unpacked
 from rrl.roles.trajectories.client import Fenced, Refused, TrajectoryClient, store_address
-from rrl.roles.trajectories.packed import unpacked
 from rrl.roles.trajectories.server import Server, answer
 from rrl.roles.trajectories.state import State
 from rrl.roles.trajectories.store import Store
@@ -42,9 +44,7 @@ from rrl.roles.trajectories.types import (
     Score,
     Segment,
 )
-from rrl.spec.job import Job
-from rrl.spec.load import resolved
-from rrl.spec.words import Life, ProbeResult, Version, member_id
+from rrl.roles.worker.main_thread import Probes
 from rrl.tests.roles.trajectories.crew import (
     ALL,
     BATCH,
@@ -63,10 +63,10 @@ from rrl.tests.roles.trajectories.crew import (
     train,
 )
 from rrl.tests.roles.trajectories.store_process import StoreProcess
-from rrl.transport.control import Dialer, Incoming, Listener
+from rrl.transport.control.endpoints import Dialer, Incoming, Listener
+from rrl.transport.control.sockets import Bounds
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Holder, Peer, Peers, Probe, Probed
-from rrl.transport.wire import Bounds
 
 DEADLINE = 60.0
 

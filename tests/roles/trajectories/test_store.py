@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rrl.core.types import Version
 from rrl.roles.trajectories.log import Superseded
 from rrl.roles.trajectories.store import ALL_UNASKABLE, UNASKABLE
 from rrl.roles.trajectories.types import (
@@ -23,7 +24,6 @@ from rrl.roles.trajectories.types import (
     Scoring,
     Segment,
 )
-from rrl.spec.words import Version
 from rrl.tests.roles.trajectories.crew import (
     ALL,
     BATCH,

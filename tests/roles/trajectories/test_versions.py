@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rrl.core.types import Life, Version, member_id
 from rrl.roles.trajectories.followers import Followers
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Answer, Denied, FollowVersions, NewestVersion, NotYet
 from rrl.roles.trajectories.versions import MAX_HOLDERS
-from rrl.spec.words import Life, Version, member_id
 from rrl.tests.roles.trajectories.crew import ALL, OTHER, REWARD, ROLLOUT, TRAINER, life, open_store
-from rrl.transport.control import Incoming
+from rrl.transport.control.endpoints import Incoming
 from rrl.transport.messages import Holder
 
 NEXT_TRAINER = life("trainer/0", 2)

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from rrl.core.types import Life, Version
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import (
     Bound,
@@ -26,7 +27,6 @@ from rrl.roles.trajectories.types import (
     Scoring,
     Segment,
 )
-from rrl.spec.words import Life, Version
 from rrl.tests.roles.trajectories.crew import life
 
 SCORER = "reward/0"

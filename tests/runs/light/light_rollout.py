@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 import rrl
+from rrl.core.types import Version
 from rrl.roles.trajectories.types import Item, Segment
-from rrl.spec.words import Version
 
 TOKEN_SECONDS = 0.05
 EOS = 1

@@ -8,16 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
-from rrl.spec.words import ReplicaId, Version
+from rrl.core.types import ReplicaId, Version
 from rrl.tests.transport.weights.piping import CHUNK, SECRET, SIZE, Spy, child, holder, piped
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
-from rrl.transport.weights.chains import sources
+from rrl.transport.weights.base import STARVED_BY
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pace import Pace
-from rrl.transport.weights.pipe import STARVED_BY
+from rrl.transport.weights.pull import Pace, pull, sources
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import pull
 
 LENGTH = 8
 LOOK = 0.002

@@ -1,10 +1,10 @@
 """One process of the weight plane, told what to do by whoever holds the other end of its socket: for the torture test
 and for benchmarks/weights.py.
 
-It publishes, and follows the newest version by what a role has for that (:class:`rrl.roles.link.Link`), without a
-manager: the driver says who is there. ``python -m rrl.tests.transport.weights.member FD UCX`` is a nursery: it imports
-everything once, and forks a member for each socket that it is handed, so that a restart costs what it costs from the
-imports on. All of them die with whoever started the nursery, stopped or not.
+It publishes, and follows the newest version by what a role has for that (:class:`rrl.roles.worker.connection.Link`),
+without a manager: the driver says who is there. ``python -m rrl.tests.transport.weights.member FD UCX`` is a nursery:
+it imports everything once, and forks a member for each socket that it is handed, so that a restart costs what it costs
+from the imports on. All of them die with whoever started the nursery, stopped or not.
 
 What a version contains follows from its number, so that whoever holds it can check every byte without having been told.
 """
@@ -26,10 +26,10 @@ from pathlib import Path
 
 import msgspec
 
-from rrl.roles.link import Link
-from rrl.spec.launch import Launch
-from rrl.spec.rundir import RunDir
-from rrl.spec.words import NodeName, Version
+from rrl.core.launch import Launch
+from rrl.core.run_dir import RunDir
+from rrl.core.types import NodeName, Version
+from rrl.roles.worker.connection import Link
 from rrl.tests.transport.weights.orders import (
     LINE,
     Check,
@@ -54,10 +54,10 @@ from rrl.tests.transport.weights.orders import (
 from rrl.tests.transport.weights.source import content
 from rrl.transport import messages as msg
 from rrl.transport.keys import RunKeys
+from rrl.transport.weights.base import Pipe, open_pipe
 from rrl.transport.weights.manifest import Describing
-from rrl.transport.weights.pipe import Pipe, open_pipe
+from rrl.transport.weights.pull import PullFailed
 from rrl.transport.weights.store import Held, WeightStore
-from rrl.transport.weights.swarm import PullFailed
 from rrl.transport.weights.ucx_settings import SETTINGS
 
 SEEDS = 199

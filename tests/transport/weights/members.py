@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.core.types import Life, ReplicaId, Version
 from rrl.tests.transport.weights import orders as say
 from rrl.transport.messages import Holder
 

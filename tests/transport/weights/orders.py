@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from rrl.spec.words import Life, Version
+from rrl.core.types import Life, Version
 from rrl.transport.messages import Holder
 from rrl.transport.weights.manifest import CHUNK_BYTES
 

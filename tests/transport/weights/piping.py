@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.core.types import Life, ReplicaId, Version
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
+from rrl.transport.weights.base import STARVED_BY, Pipe, PipeError, open_pipe
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pace import Pace
-from rrl.transport.weights.pipe import STARVED_BY, Pipe, PipeError, open_pipe
+from rrl.transport.weights.pull import Pace
 from rrl.transport.weights.store import WeightStore
 
 PIPES_ENV = "RRL_TEST_PIPES"
@@ -62,15 +62,11 @@ def holding(version: Version = VERSION, size: int = SIZE) -> WeightStore:
 
 
 @asynccontextmanager
-async def child(
-    kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str = ""
-) -> AsyncGenerator[tuple[str, int]]:
+async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str = "") -> AsyncGenerator[tuple[str, int]]:
     """A source in a process of its own: its address and pid. ``upstream``: whom it pulls from itself."""
     argv = [sys.executable, "-m", "rrl.tests.transport.weights.source", kind, SECRET.hex(), str(size), str(chunk)]
     argv += [upstream] if upstream else []
-    process = await asyncio.to_thread(
-        subprocess.Popen, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = await asyncio.to_thread(subprocess.Popen, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield (await asyncio.to_thread(process.stdout.readline)).strip(), process.pid

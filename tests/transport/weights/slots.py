@@ -10,7 +10,7 @@ import os
 import sys
 
 from rrl.tests.transport.weights.source import content
-from rrl.transport.weights.nixl_reads import SLOT_BYTES, Reads
+from rrl.transport.weights.nixl_memory import SLOT_BYTES, Reads
 
 if __name__ == "__main__":
     reads = Reads("127.0.0.1")

@@ -10,13 +10,12 @@ import asyncio
 import os
 import sys
 
-from rrl.spec.words import Life, ReplicaId, Version
+from rrl.core.types import Life, ReplicaId, Version
 from rrl.transport.messages import Holder
+from rrl.transport.weights.base import Pipe, open_pipe
 from rrl.transport.weights.manifest import Manifest, describe
-from rrl.transport.weights.pace import Pace
-from rrl.transport.weights.pipe import Pipe, open_pipe
+from rrl.transport.weights.pull import Pace, pull
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import pull
 
 VERSION = Version(3, 1)
 PATIENT = 30.0

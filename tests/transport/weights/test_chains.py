@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrl.spec.words import Life, ReplicaId, Version, natural
+from rrl.core.types import Life, ReplicaId, Version, natural
 from rrl.transport.messages import Holder
-from rrl.transport.weights.chains import sources
+from rrl.transport.weights.pull import sources
 
 OLD, NEW = Version(6, 1), Version(7, 1)
 PUBLISHER = Holder(Life(ReplicaId("trainer/0"), 1), "tcp://t:1", NEW)
@@ -92,9 +92,7 @@ def test_whoever_was_overtaken_asks_the_publisher_first() -> None:
 # ── what always holds ──────────────────────────────────────────────────────────────────────────────────────────────
 @settings(max_examples=30, deadline=None)
 @given(runs)
-def test_the_publisher_is_the_first_source_of_two_at_most_and_everybody_reaches_it(
-    drawn: tuple[set[int], int]
-) -> None:
+def test_the_publisher_is_the_first_source_of_two_at_most_and_everybody_reaches_it(drawn: tuple[set[int], int]) -> None:
     there, chain = drawn
     holders = [PUBLISHER, *map(rollout, sorted(there))]
     plans = {index: asked(index, holders, chain) for index in there}

@@ -21,14 +21,14 @@ import pytest
 from rrl.tests.security import attacks
 from rrl.tests.transport.weights.piping import CHUNK, SECRET, SIZE, SOON, calm, complete, holder, holding, piped, served
 from rrl.tests.transport.weights.source import VERSION, content, described
-from rrl.transport.connections import listening
-from rrl.transport.weights import calls, nixl, nixl_reads
-from rrl.transport.weights import pipe as pipes
+from rrl.transport.tcp_inspection import listening
+from rrl.transport.weights import base as pipes
+from rrl.transport.weights import nixl, nixl_memory, protocol
+from rrl.transport.weights.base import Line, PipeError, shake_hands
 from rrl.transport.weights.nixl import NixlPipe
-from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads, Remote
-from rrl.transport.weights.pipe import Line, PipeError, shake_hands
+from rrl.transport.weights.nixl_memory import SLOT_BYTES, Claim, Reads, Remote
+from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import pull
 from rrl.transport.weights.tcp import listen
 
 
@@ -86,9 +86,9 @@ def refused(reads: Reads, remote: Remote, address: int) -> bool:
     return False
 
 
-def came(slot: nixl_reads.Slot) -> bool:
+def came(slot: nixl_memory.Slot) -> bool:
     """The fragment that was under way when its read was given up."""
-    return slot.view[: nixl_reads._FRAGMENT_BYTES] == content(nixl_reads._FRAGMENT_BYTES)
+    return slot.view[: nixl_memory._FRAGMENT_BYTES] == content(nixl_memory._FRAGMENT_BYTES)
 
 
 def test_a_read_that_was_given_up_keeps_its_slot_until_it_has_ended(reads: Reads) -> None:
@@ -228,7 +228,7 @@ def test_a_peer_that_is_killed_costs_one_read_and_the_next_one_is_read(reads: Re
 
 READER = """
 import sys, threading
-from rrl.transport.weights.nixl_reads import SLOT_BYTES, Claim, Reads
+from rrl.transport.weights.nixl_memory import SLOT_BYTES, Claim, Reads
 
 reads, (name, told, address) = Reads("127.0.0.1"), sys.argv[1:]
 remote = reads.meet(name.encode(), bytes.fromhex(told))
@@ -386,7 +386,7 @@ def test_who_takes_nothing_holds_few_slots_and_gives_them_back_when_it_is_gone()
             reads = runtime(source)
             idle = await pipe._dial(at)  # type: ignore[attr-defined]
             await shake_hands(idle, SECRET, dialled=True)
-            await idle.send(calls._REQUEST.pack(calls._RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
+            await idle.send(protocol._REQUEST.pack(protocol._RANGE, VERSION.step, VERSION.incarnation, 0, 20 * CHUNK))
             await come(lambda: len(reads._slots) == nixl._AHEAD)
             into = memoryview(bytearray(20 * CHUNK))
             await other.fetch(at, VERSION, range(20 * CHUNK), into, SOON)
@@ -496,7 +496,7 @@ def test_a_slot_that_is_filled_in_the_turn_in_which_its_line_is_aborted_is_given
         async with served("nixl", holding(size=CHUNK)) as at, piped("nixl") as pipe:
             line = await pipe._dial(at)  # type: ignore[attr-defined]
             reads = runtime(pipe)
-            filled: Future[nixl_reads.Slot] = Future()
+            filled: Future[nixl_memory.Slot] = Future()
             line._nixl.start = lambda work, *args: filled  # nothing but filling is begun
             offering = asyncio.create_task(line._offer(content(10)))
             await asyncio.sleep(0)
@@ -525,7 +525,7 @@ def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
         pipes.open_pipe("nixl", SECRET, trusted_network=True)
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
-        nixl_reads.Reads("127.0.0.1")
+        nixl_memory.Reads("127.0.0.1")
 
 
 def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +534,7 @@ def test_nixl_does_not_start_where_its_ports_cannot_be_closed(monkeypatch: pytes
     def refuse(port: int, silent: bool) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(nixl_reads, "deaf", refuse)
+    monkeypatch.setattr(nixl_memory, "deaf", refuse)
     before = listening()
     with pytest.raises(PipeError, match="SO_ATTACH_FILTER: Operation not permitted"):
         Reads("127.0.0.1")

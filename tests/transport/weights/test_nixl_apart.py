@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rrl.tests.transport.weights.piping import KINDS, PIPES_ENV
-from rrl.transport.weights.pipe import package
+from rrl.transport.weights.base import package
 
 HERE = Path(__file__).parent
 MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rrl.transport.weights.calls import NOT_YET_EVERY
-from rrl.transport.weights.pace import FIRST, LEAST, Pace
+from rrl.transport.weights.protocol import NOT_YET_EVERY
+from rrl.transport.weights.pull import FIRST, LEAST, Pace
 
 
 def test_before_anything_has_come_a_second_is_normal() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rrl.spec.words import Version
+from rrl.core.types import Version
 from rrl.tests.transport.weights.chain import Publisher, until
 from rrl.tests.transport.weights.piping import (
     CHUNK,
@@ -33,13 +33,13 @@ from rrl.tests.transport.weights.piping import (
 )
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
-from rrl.transport.weights import calls, swarm
-from rrl.transport.weights import pipe as pipes
+from rrl.transport.weights import base as pipes
+from rrl.transport.weights import protocol
+from rrl.transport.weights import pull as swarm
+from rrl.transport.weights.base import NotHeld, Pipe, PipeError
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pace import Pace
-from rrl.transport.weights.pipe import NotHeld, Pipe, PipeError
+from rrl.transport.weights.pull import Pace, PullFailed, pull
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import PullFailed, pull
 
 
 # ── pulling ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,13 +125,13 @@ def test_a_version_that_its_holder_has_not_heard_of_is_waited_for_a_moment(
     async def test() -> None:
         source, newer = holding(), Version(4, 1)
         async with served(kind, source) as at, piped(kind) as pipe:
-            monkeypatch.setattr(calls, "UNHEARD_BY", SOON)
+            monkeypatch.setattr(protocol, "UNHEARD_BY", SOON)
             asking = asyncio.create_task(pipe.manifest(at, newer, SOON))
             await until(lambda: source._waiting != {})
             flat = content(100, seed=1)
             source.offer(described(newer, flat, SECRET, CHUNK), flat)
             assert (await asking).version == newer
-            monkeypatch.setattr(calls, "UNHEARD_BY", 0.1)
+            monkeypatch.setattr(protocol, "UNHEARD_BY", 0.1)
             with pytest.raises(NotHeld):
                 await pipe.manifest(at, Version(5, 1), SOON)
             with pytest.raises(NotHeld):
@@ -459,7 +459,7 @@ def connections(pipe: Pipe) -> int:
 def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
     kind: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_SEND_BY", 100 * SOON)
+    monkeypatch.setattr(protocol, "_SEND_BY", 100 * SOON)
 
     async def test() -> None:
         publisher = Publisher()
@@ -477,7 +477,7 @@ def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
 
 
 def test_who_leaves_says_so_and_who_dies_does_not(kind: str, run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, calls.__name__)
+    caplog.set_level(logging.DEBUG, protocol.__name__)
 
     async def test() -> None:
         async with piped(kind) as pipe:

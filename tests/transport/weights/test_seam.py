@@ -10,15 +10,15 @@ import time
 
 import pytest
 
-from rrl.spec.words import Life, ReplicaId
+from rrl.core.types import Life, ReplicaId
 from rrl.tests.transport.weights.piping import KINDS
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
-from rrl.transport.weights import pipe as pipes
-from rrl.transport.weights import swarm
-from rrl.transport.weights.pipe import Here, PipeError, Untrusted, deadline, open_pipe
+from rrl.transport.weights import base as pipes
+from rrl.transport.weights import pull as swarm
+from rrl.transport.weights.base import Here, PipeError, Untrusted, deadline, open_pipe
+from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import pull
 
 SECRET = b"s" * 32
 
@@ -129,9 +129,7 @@ def test_a_missing_ucxx_fails_only_a_job_that_names_ucx(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     if kind == "ucx" and importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
 

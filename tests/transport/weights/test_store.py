@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from rrl.spec.words import Version
+from rrl.core.types import Version
 from rrl.tests.transport.weights.source import content, described
 from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights import store as stores

@@ -12,18 +12,17 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from rrl.spec.words import Version
+from rrl.core.types import Version
 from rrl.tests.transport.weights.chain import Liar, Publisher, Receiver, Silent, receiver, receiver_apart, until
 from rrl.tests.transport.weights.piping import CHUNK, CHUNKS, SECRET, SOON, Run, calm, complete, holder, served
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
-from rrl.transport.weights import pipe as pipes
-from rrl.transport.weights import swarm, tcp, ucx
+from rrl.transport.weights import base as pipes
+from rrl.transport.weights import pull, tcp, ucx
+from rrl.transport.weights.base import STARVED_BY
 from rrl.transport.weights.manifest import Manifest
-from rrl.transport.weights.pace import Pace
-from rrl.transport.weights.pipe import STARVED_BY
+from rrl.transport.weights.pull import Pace, PullFailed
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import PullFailed
 
 HALF = 5
 """chunks that pass before something happens"""
@@ -34,7 +33,7 @@ NEWER = Version(4, 1)
 def connections_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine. Nobody here is dead before it has been connected to, unless the kernel says so at once."""
     for module, name in ((pipes, "HANDSHAKE_BY"), (tcp, "CONNECT_BY"), (ucx, "CONNECT_BY"),
-                         (swarm, "FIRST")):  # fmt: skip
+                         (pull, "FIRST")):  # fmt: skip
         monkeypatch.setattr(module, name, SOON)
 
 

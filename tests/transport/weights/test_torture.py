@@ -13,7 +13,7 @@ import pytest
 from rrl.tests.transport.weights.piping import SOON, Run, child, piped
 from rrl.tests.transport.weights.source import VERSION
 from rrl.tests.transport.weights.torture import NBYTES, RECEIVERS, Tally, torture
-from rrl.transport.weights.pipe import Pipe, PipeError
+from rrl.transport.weights.base import Pipe, PipeError
 
 _HELD_UP = RECEIVERS * NBYTES
 """bytes: a reader that hangs keeps the version that it was reading, for up to 30 s (calls._SEND_BY)"""

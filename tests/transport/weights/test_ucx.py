@@ -14,17 +14,17 @@ import pytest
 
 from rrl.tests.transport.weights.piping import SECRET, complete, holder, holding, piped, served
 from rrl.tests.transport.weights.source import VERSION
-from rrl.transport.connections import listening
-from rrl.transport.weights.pipe import PipeError
+from rrl.transport.tcp_inspection import listening
+from rrl.transport.weights.base import PipeError
+from rrl.transport.weights.pull import pull
 from rrl.transport.weights.store import WeightStore
-from rrl.transport.weights.swarm import pull
 from rrl.transport.weights.ucx import UcxPipe, _Worker
 from rrl.transport.weights.ucx_settings import SETTINGS
 
 SOON = 60.0
 OPEN = """
 import asyncio, os
-from rrl.transport.weights.pipe import open_pipe
+from rrl.transport.weights.base import open_pipe
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rrl.tests.transport.weights.piping import KINDS, PIPES_ENV
-from rrl.transport.weights.pipe import package
+from rrl.transport.weights.base import package
 
 HERE = Path(__file__).parent
 MODULES = ("test_ucx.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py")

@@ -18,11 +18,11 @@ from statistics import mean
 
 from msgspec import Struct, field, structs
 
-from rrl.spec.words import TRAINER, Version
+from rrl.core.types import TRAINER, Version
 from rrl.tests.transport.weights import orders as say
 from rrl.tests.transport.weights.members import SOON, Member, Nursery
+from rrl.transport.weights.base import STARVED_BY
 from rrl.transport.weights.nixl import INLINE_BYTES
-from rrl.transport.weights.pipe import STARVED_BY
 
 RECEIVERS = 4
 NBYTES = 6 * 2**20 + 4321

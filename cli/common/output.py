@@ -1,0 +1,82 @@
+"""The terminal, or what stands in its place: one way to print, and JSON.
+
+Nothing that a role, a node or a user wrote can command the terminal (:mod:`rrl.core.text`).
+
+Times as people give them on the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
+
+from ...core.text import escaped, escaped_json, escaped_lines
+from .runs import BadInput
+
+PLAIN_WIDTH = 100
+"""columns where stdout is no terminal: the same text wherever it is piped"""
+
+
+def console() -> Console:
+    """Nothing that a run says is taken for markup; no colours and a fixed width where there is no terminal."""
+    columns = os.environ.get("COLUMNS", "")
+    width = None if sys.stdout.isatty() else int(columns) if columns.isdigit() and int(columns) else PLAIN_WIDTH
+    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
+
+
+class Escaped:
+    """A view whose text is escaped as it is drawn: after the layout, which hostile text alone can shift."""
+
+    def __init__(self, view: RenderableType) -> None:
+        self._view = view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self._view, options):
+            yield Segment(text if control else escaped_lines(text), style, control)
+
+
+def show(view: RenderableType) -> None:
+    """Print to stdout; without a terminal there are no blanks at the ends of lines."""
+    screen = console()
+    if screen.is_terminal:
+        screen.print(Escaped(view))
+        return
+    with screen.capture() as captured:
+        screen.print(Escaped(view))
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def print_line(text: str, *, to_stderr: bool = False) -> None:
+    """One line, at once."""
+    print(escaped(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; keys and meanings are those of the struct or dict that it was."""
+    sys.stdout.write(escaped_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n")
+
+
+_AGO = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|m|min|h|d)")
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def moment(text: str, now: float | None = None) -> float:
+    """``--since``, in s since the epoch. Raises BadInput."""
+    if match := _AGO.fullmatch(text.strip()):
+        return (time.time() if now is None else now) - float(match[1]) * _UNITS[match[2]]
+    try:
+        at = datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError, OSError):
+        at = -1.0
+    if at < 0:
+        right = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
+        raise BadInput(f'--since "{text}" is no time; write for example {right}')
+    return at

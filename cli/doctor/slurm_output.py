@@ -1,0 +1,95 @@
+"""Reads what Slurm says of itself: pure, over text forms that are alike in every version.
+
+Raises :class:`rrl.manager.cluster.slurm.parsing.Unreadable` where it does not understand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ...core.units import seconds
+from ...manager.cluster.slurm.parsing import Unreadable, node_state
+from ...manager.cluster.slurm.requests import gpus_by_type
+from .facts import Accounts, Node, Nodes, Partition, Partitions
+
+_ENDLESS = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")
+
+
+def read_config(text: str) -> dict[str, str]:
+    """From ``scontrol show config``; the ``Cgroup Support Configuration`` at its end too, where there is one."""
+    values = dict(re.findall(r"^(\w+(?:\[\d+\])?)\s*= ?(.*?)\s*$", text, re.MULTILINE))
+    if "SlurmctldTimeout" not in values:
+        raise Unreadable(f"scontrol show config says: {text.strip()[:80]!r}")
+    return {name: "" if value == "(null)" else value for name, value in values.items()}
+
+
+def read_pairs(text: str) -> dict[str, str]:
+    """A file of Slurm's, as cgroup.conf: ``Name=value`` lines, with comments."""
+    return dict(re.findall(r"^\s*(\w+)\s*=\s*([^\s#]*)", text, re.MULTILINE))
+
+
+def read_partitions(text: str) -> Partitions:
+    """From ``scontrol show partition -o``."""
+    found = []
+    for line in _lines(text, "PartitionName"):
+        found.append(Partition(
+            line["PartitionName"], default=line.get("Default") == "YES", up=line.get("State") == "UP",
+            max_time=_time(line.get("MaxTime", "")), preempted=line.get("PreemptMode", "OFF") not in ("OFF", "N/A"),
+        ))  # fmt: skip
+    return Partitions(tuple(found))
+
+
+def read_nodes(text: str) -> Nodes:
+    """From ``scontrol show node -o``."""
+    found = []
+    for line in _lines(text, "NodeName"):
+        partitions = tuple(filter(None, line.get("Partitions", "").split(",")))
+        found.append(Node(
+            line["NodeName"], partitions, node_state(line.get("State", "")), cpus=_count(line, "CPUTot"),
+            memory=_count(line, "RealMemory") * 2**20, gpus=gpus_by_type(line.get("Gres", "")),
+        ))  # fmt: skip
+    return Nodes(tuple(found))
+
+
+def read_accounts(user: str, associations: str) -> Accounts:
+    """From ``sacctmgr -n -P``: ``show user format=AdminLevel,DefaultAccount`` and ``show assoc format=Account``."""
+    told = [line.split("|") for line in user.splitlines() if line.strip()]
+    if any(len(fields) != 2 for fields in told):
+        raise Unreadable(f"sacctmgr says: {user.strip()[:80]!r}")
+    admin, default = told[0] if told else ("", "")
+    names = dict.fromkeys(line.strip().rstrip("|") for line in associations.splitlines() if line.strip())
+    return Accounts(admin, default, tuple(names))
+
+
+def start_of(text: str) -> str | None:
+    """From ``sbatch --test-only``: when the job would start (``2026-11-20T09:19:27``), by the client's local time."""
+    match = re.search(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
+    return match[1] if match else None
+
+
+def _lines(text: str, first: str) -> Iterator[dict[str, str]]:
+    """Lines of ``Name=value`` fields. Values with blanks in them (a node's OS, its Reason) lose what follows."""
+    for line in text.splitlines():
+        if not line.strip() or line.startswith(("No ", "Node ")):
+            continue
+        pairs = dict(re.findall(r"(?:^|\s)([A-Z]\w*)=(\S*)", line))
+        if first not in pairs:
+            raise Unreadable(f"no {first} in {line[:80]!r}")
+        yield {name: "" if value == "(null)" else value for name, value in pairs.items()}
+
+
+def _count(line: dict[str, str], name: str) -> int:
+    if (value := line.get(name, "")).isdigit():
+        return int(value)
+    raise Unreadable(f"{line.get('NodeName', '?')}: {name}={value!r}")
+
+
+def _time(text: str) -> float | None:
+    """Slurm's ``[days-]hours:minutes:seconds``; None for no limit."""
+    if text.upper() in _ENDLESS:
+        return None
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise Unreadable(str(error)) from error

@@ -1,0 +1,143 @@
+"""``rrl health check``: is this node fit, now. Also a prolog's and a HealthCheckProgram's question, so it needs no run,
+no home and no shared file system, and nothing that goes wrong with the tool itself looks like a failed node.
+
+Exit codes: 0 OK, 1 WARN, 2 FAIL, 3 UNKNOWN, or the check itself went wrong (as Nagios has it); with ``--prolog`` 2 for
+FAIL, else 0.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...config.health_rules import RulesError, load_rules
+from ...core.types import Finding, NodeName, Verdict
+from ...core.units import seconds
+from ...health.checks.evaluate import CHECKS, unknown_checks
+from ...health.node_check import CODES, check_node, overall
+from ..common.runs import BadInput
+
+_LONGEST = 3600.0
+"""s; a prolog has minutes"""
+_LONGEST_REASON = 150
+"""characters of what a hook says in a drain's reason"""
+
+
+def check(
+    *, json: bool, prolog: bool, within: str, config: Path | None, only: str | None, mounts: Sequence[str],
+    rates: bool,
+) -> int:  # fmt: skip
+    """Raises BadInput. Prints one line with the verdict, then what was found, the worst first."""
+    rules, names = _rules(config), _names(only)
+    try:
+        limit = seconds(within)
+    except ValueError as error:
+        raise BadInput(f"--within: {error}") from None
+    if not 0 < limit <= _LONGEST:
+        raise BadInput(f"--within: {within} is not between 0 and {_LONGEST:g}s")
+    node = _this_node()
+    vacant = _of_job(os.environ.get("SLURM_JOB_GPUS", "")) if prolog else ()
+    findings = check_node(rules, limit, node=node, mounts=mounts, vacant=vacant, only=names, rates=rates)
+    verdict = overall(findings)
+    try:
+        _tell(node, verdict, findings, json)
+    except OSError:  # nobody reads it, or there is no room: the code says it too, and no flush at exit may change that
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0 if prolog and verdict is not Verdict.FAIL else CODES[verdict]
+
+
+def drain_node(why: str, node: str | None, config: Path | None) -> int:
+    """Drain a node that failed its check, as the hooks in examples/health do. Raises BadInput.
+
+    Returns 0 if the node is drained, 1 if the site's limit for hooks held the drain back, 3 if Slurm did not answer or
+    refused; the last two print why.
+    """
+    from .node_drains import NotAsked, drain_by_hook
+
+    try:
+        held = drain_by_hook(node or _this_node(), " ".join(why.split())[:_LONGEST_REASON], _rules(config).hooks)
+    except NotAsked as error:
+        print(f"not drained: {error}", flush=True)
+        return CODES[Verdict.UNKNOWN]
+    if held:
+        print(f"held back: {held}", flush=True)
+    return 1 if held else 0
+
+
+def _this_node() -> NodeName:
+    """The name by which Slurm knows this machine."""
+    return NodeName(os.environ.get("SLURMD_NODENAME") or platform.node().partition(".")[0])
+
+
+def _tell(node: NodeName, verdict: Verdict, findings: Sequence[Finding], json: bool) -> None:
+    from ..common.output import print_json, show
+    from ..views.checks import headline, health_check_view
+
+    if sys.stdout is None:  # closed
+        return
+    if json:
+        print_json(_as_json(node, verdict, findings))
+    else:
+        print(headline(verdict, findings), flush=True)
+        show(health_check_view(findings))
+    sys.stdout.flush()
+
+
+def _rules(config: Path | None) -> Any:
+    try:
+        rules = load_rules(config)
+    except RulesError as error:
+        raise BadInput(str(error)) from None
+    if wrong := unknown_checks(rules):
+        raise BadInput(f"{config or 'health.toml'}: checks.{wrong[0]}: {_no_check(wrong[0])}")
+    return rules
+
+
+def _names(only: str | None) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in only.split(",") if name.strip()) if only is not None else ()
+    if only is not None and not names:
+        raise BadInput("--checks: name at least one check")
+    known = {check.name for check in CHECKS}
+    if wrong := [name for name in names if name not in known]:
+        raise BadInput(f"--checks: {wrong[0]}: {_no_check(wrong[0])}")
+    return names
+
+
+def _no_check(name: str) -> str:
+    from difflib import get_close_matches
+
+    known = [check.name for check in CHECKS]
+    near = get_close_matches(name, known, 1)
+    return f'no such check; did you mean "{near[0]}"?' if near else f"no such check; there are {', '.join(known)}"
+
+
+def _of_job(text: str) -> tuple[str, ...]:
+    """GPUs of a job as slurmd tells its prolog: ``0,2-3``. None: it has none, or they are told in a way that is new to
+    us; nothing is then said of GPUs, for those of others may be in use."""
+    found: list[str] = []
+    for part in filter(None, text.split(",")):
+        if match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip()):
+            found += map(str, range(int(match[1]), int(match[2] or match[1]) + 1))
+        else:
+            return ()
+    return tuple(found)
+
+
+def _as_json(node: NodeName, verdict: Verdict, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Times are s since 1970: a node's monotonic clock means nothing to others."""
+    offset = time.time() - time.monotonic()
+    told = [_dated(finding, offset) for finding in findings]
+    return {"node": node, "verdict": verdict, "code": CODES[verdict], "checked_at": time.time(), "findings": told}
+
+
+def _dated(finding: Finding, offset: float) -> Finding:
+    evidence = tuple(msgspec.structs.replace(one, at=one.at + offset) for one in finding.evidence)
+    return msgspec.structs.replace(finding, since=finding.since + offset, evidence=evidence)

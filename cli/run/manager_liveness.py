@@ -1,0 +1,166 @@
+"""What is true of a run that has not ended: whether a manager renews its lease and, where none does, what Slurm knows
+of the run's jobs.
+
+Slurm is asked only about runs whose lease stands still: at most one ``squeue`` for each ``rrl status`` or ``rrl list``,
+and one in :data:`SQUEUE_EVERY_S` while a run is followed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from ...core.run_dir import RunDir
+from ...manager.model.state import State
+from ..common.runs import Failed
+from ..views.formatting import span
+
+if TYPE_CHECKING:  # both take long to import, and most runs that are looked at are well
+    from ...manager.cluster.slurm.parsing import Job
+    from ...manager.storage.lease import Holder
+
+STALE_LEASES = 3.0
+"""A lease that was not renewed for so many times its length is stale: a manager renews it five times in each, so that
+storage which hangs for a moment makes nobody look dead."""
+SQUEUE_TIMEOUT_S = 5.0
+"""Deadline for Slurm's answer: a person waits for it. slurmctld answers within 0.1 s when it is well."""
+SQUEUE_EVERY_S = 30.0
+"""Seconds between two questions to Slurm while a run is followed: several people may follow many runs, and a manager
+itself asks every 10 s."""
+INTERRUPTED = "interrupted"
+UNKNOWN = "unknown"
+
+
+class Liveness(Struct, frozen=True):
+    """``note`` says what is wrong with the manager, empty where nothing is, and ``advice`` what follows from it.
+    ``standing`` replaces where the run stands by its journal, which nobody writes any more: :data:`INTERRUPTED`, or
+    :data:`UNKNOWN`; empty where the roles may well go on."""
+
+    note: str = ""
+    advice: str = ""
+    standing: str = ""
+
+    def __str__(self) -> str:
+        return "; ".join(part for part in (self.note, self.advice) if part)
+
+
+class SlurmJobs(Struct, frozen=True):
+    """The jobs of a user that have not ended, or in ``unknown`` why Slurm could not be asked."""
+
+    jobs: tuple[Job, ...] = ()
+    unknown: str = ""
+
+
+def liveness(run: RunDir, state: State) -> Liveness:
+    """Judge one run, asking Slurm at most once. Raises Failed where the lease cannot be read."""
+    stale = stale_lease(run, state)
+    if not stale:
+        return Liveness()
+    if state.job.cluster != "slurm":
+        return judge(state, stale, None)
+    slurm = ask_slurm(owner_of(run))
+    if _manager_runs(state, slurm):  # it has just begun, or the clocks differ: one look cannot tell
+        return Liveness()
+    return judge(state, stale, slurm)
+
+
+def stale_lease(run: RunDir, state: State) -> str:
+    """Why no manager of this run seems to live; empty while one may. Raises Failed where the lease cannot be read."""
+    from ...manager.storage.lease import holder, renewed_at
+
+    if state.outcome is not None:
+        return ""
+    try:
+        held, renewed = holder(run), renewed_at(run)
+    except OSError as error:
+        raise Failed(f"{run.epochs}: {error.strerror}") from None
+    if surely_gone(held):
+        return "none is running"
+    age = time.time() - renewed  # by two clocks, so that a large difference either way only makes us ask
+    if abs(age) <= STALE_LEASES * state.job.limits.lease:
+        return ""
+    return f"no sign of it for {span(max(0.0, age))}"
+
+
+def surely_gone(held: Holder | None) -> bool:
+    """Return whether this machine can tell for certain that no manager lives: nobody holds the lease, or its holder's
+    process ran here and has ended."""
+    return held is None or (held.host == socket.gethostname() and not os.path.exists(f"/proc/{held.pid}"))
+
+
+def owner_of(run: RunDir) -> int:
+    """The uid whose jobs are the run's. Raises Failed."""
+    try:
+        return run.path.stat().st_uid
+    except OSError as error:
+        raise Failed(f"{run.path}: {error.strerror}") from None
+
+
+def ask_slurm(uid: int) -> SlurmJobs:
+    """One squeue for all jobs of a user; blocks for :data:`SQUEUE_TIMEOUT_S` at most."""
+    import asyncio
+
+    from ...manager.cluster.base import AllocationState, Refused, Unanswered
+    from ...manager.cluster.slurm.commands import execute, failure
+    from ...manager.cluster.slurm.parsing import JOBS_FORMAT, Unreadable, read_jobs
+
+    try:
+        ended = asyncio.run(execute(("squeue", "-u", str(uid), "-h", "-o", JOBS_FORMAT), SQUEUE_TIMEOUT_S))
+        if ended.code:
+            raise failure("squeue", ended)
+        jobs = read_jobs(ended.out)
+    except (Refused, Unanswered, Unreadable) as error:
+        return SlurmJobs(unknown=str(error).partition("\n")[0])
+    return SlurmJobs(tuple(job for job in jobs if job.state is not AllocationState.ENDED))
+
+
+def judge(state: State, stale: str, slurm: SlurmJobs | None) -> Liveness:
+    """Judge a run whose lease is stale, by what Slurm said; None: it does not run on Slurm. Pure."""
+    manage = f"rrl manage {state.run}"
+    if slurm is None:
+        return Liveness(f"{stale}; the roles go on. Start one: {manage}")
+    if slurm.unknown:
+        note = f"{stale}; whether the roles go on is unknown"
+        return Liveness(note, f"Slurm cannot be asked: {slurm.unknown}", UNKNOWN)
+    ours = [job for job in slurm.jobs if _is_of(job, state.run)]
+    managers = [job for job in ours if _brings_a_manager(job, state)]
+    if not ours:
+        goes_on = f"{manage} goes on from step {state.step}" if state.job.steps else f"{manage} goes on"
+        return Liveness(f"{stale}, and Slurm knows no job of this run", goes_on, INTERRUPTED)
+    holds_nodes = len(ours) > len(managers) or state.job.manager.where == "pool"
+    roles = "the roles go on" if holds_nodes else "no nodes are held"
+    if not managers:
+        return Liveness(f"{stale}; {roles}. Start one: {manage}")
+    return Liveness(f"{stale}; {roles}", _told_of(managers))
+
+
+def _is_of(job: Job, run_id: str) -> bool:
+    """By its comment, or by its name where a site has changed the comment."""
+    return job.comment.split()[:2] == ["rrl", run_id] or job.name.startswith(f"{run_id}.")
+
+
+def _brings_a_manager(job: Job, state: State) -> bool:
+    from ...manager.bootstrap.manager_job import starting
+
+    return job.name == starting(state.run, state.job)
+
+
+def _manager_runs(state: State, slurm: SlurmJobs) -> bool:
+    from ...manager.cluster.base import AllocationState
+
+    return any(job.state is AllocationState.RUNNING and _brings_a_manager(job, state) for job in slurm.jobs)
+
+
+def _told_of(managers: Sequence[Job]) -> str:
+    """What Slurm says of the jobs that bring a manager: the running one first."""
+    from ...manager.cluster.base import AllocationState
+
+    job = min(managers, key=lambda one: one.state is not AllocationState.RUNNING)
+    if job.state is AllocationState.RUNNING:
+        return f"its job {job.id} is running"
+    return f"the next manager waits in Slurm's queue: job {job.id} ({job.detail})"

@@ -1,0 +1,46 @@
+"""Whether a manager may still begin the run that is waited for, asked as often as Slurm can bear."""
+
+from __future__ import annotations
+
+import time
+
+from ...core.run_dir import RunDir
+from ...manager.bootstrap.pool_supervisor import awaits_manager
+from ...manager.model.state import State
+from ..common.runs import BadInput, job_of, read
+
+SLURM_CHECK_EVERY_S = 10.0
+"""s between two questions to Slurm, whose queue may hold the manager for days: six commands a minute, as many as a
+manager makes itself (three in each look, one look each ``limits.poll``)"""
+
+
+class NeverBegan(BadInput):
+    """All managers that were submitted have ended before the run began: it ends as ``rejected``, exit code 2."""
+
+
+class StartCheck:
+    """Looks after the managers that were submitted for one run, until one of them begins it."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._checked_at = 0.0
+        """time.monotonic() of the last check"""
+        self._failure = ""
+
+    def failure(self, state: State | None) -> str:
+        """Why the run, whose journal says ``state``, will never begin (or go on, where that was ordered). Empty while
+        it may, once it has, and where that cannot be told."""
+        try:
+            if not awaits_manager(self._run, state) or (job := job_of(self._run)) is None:
+                return ""
+            every = SLURM_CHECK_EVERY_S if job.cluster == "slurm" else 0.0
+            now = time.monotonic()
+            if not self._checked_at or now - self._checked_at >= every:
+                from ...manager.bootstrap.start_failure import start_failure
+
+                self._failure, self._checked_at = start_failure(self._run, job), now
+                if self._failure and not awaits_manager(self._run, read(self._run)):
+                    self._failure = ""  # a manager began the run, and ended, since its journal was read
+        except OSError:
+            return ""
+        return self._failure

@@ -1,0 +1,164 @@
+"""``rrl status``: one look at a run, or a picture that is kept up to date.
+
+``rrl list``: all runs of this user, newest first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+
+from ...core.run_dir import RunDir, runs_root
+from ...core.types import Outcome
+from ...manager.model.state import State
+from ..common.output import console, print_json, print_line, show
+from ..common.runs import BadInput, Failed, Reader, all_runs, find_run, job_of, read, summary_of
+from ..views.status import standing, status_view
+from ..views.summary import recoveries_view, runs_view
+from .manager_liveness import Liveness, SlurmJobs, ask_slurm, judge, liveness, owner_of, stale_lease, surely_gone
+from .start_check import StartCheck
+
+LEAST_FREE = 64 * 2**10
+"""bytes: with less free, what a manager writes for one decision may not fit"""
+
+
+def status(name: str | None, *, live: bool, json: bool) -> int:
+    run = find_run(name)
+    if live:
+        from .follow import follow
+
+        follow(run, keys=True)
+        return 0
+    reader = Reader(run)
+    state = reader.state()
+    if reader.torn and manager_gone(run):  # else it is only being written
+        told = f"the journal ends in {reader.torn} bytes of an unfinished record, which are ignored"
+        print(f"rrl: {told}: nobody was told of it", file=sys.stderr)
+    failure = StartCheck(run).failure(state)
+    if state is not None and failure:
+        print(f"rrl: {run.id} was to go on, but {failure}; to try again: rrl manage {run.id}", file=sys.stderr)
+    if state is not None and json:
+        print_json(_as_json(run, state))
+    elif json:
+        outcome = Outcome.REJECTED if failure else None
+        print_json({"run": run.id, "outcome": outcome, "why": waiting(run, failure)})
+    elif state is None:
+        print_line(f"{run.id}: {waiting(run, failure)}")
+    else:
+        show(picture(run, state, console().width, _looked_after(run, state)))
+    return 0
+
+
+def _looked_after(run: RunDir, state: State) -> Liveness:
+    if state.outcome is not None:
+        return Liveness()
+    found = liveness(run, state)
+    return found if found.note else Liveness(storage_trouble(run))
+
+
+def _as_json(run: RunDir, state: State) -> dict[str, Any]:
+    """The state, and where the run stands by its journal and by what is known of its manager and its jobs."""
+    found = _looked_after(run, state)
+    stands = {"standing": found.standing or standing(state)[0], "note": str(found)}
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(state))
+    return decoded | stands
+
+
+def picture(run: RunDir, state: State, width: int, found: Liveness = Liveness()) -> RenderableType:
+    """The status view, and what the summary adds once the run has ended."""
+    view = status_view(state, time.time(), width, (found.note, found.advice), found.standing)
+    summary = summary_of(run) if state.outcome is not None else None
+    if summary is None or not (recoveries := summary.get("recoveries")):
+        return view
+    return Group(view, "", recoveries_view(recoveries))
+
+
+def waiting(run: RunDir, start_failure: str) -> str:
+    """What a run without a journal waits for, or why that will never come."""
+    if start_failure:
+        return f"rejected: {start_failure}"
+    job = job_of(run)
+    if job is not None and job.cluster == "slurm":
+        from ...manager.bootstrap.manager_job import starting
+
+        why = f"squeue --name={starting(run.id, job)} tells why; where it shows none: rrl manage {run.id}"
+        return f"its manager has not started yet ({why})"
+    return f"its manager has not started yet (its output: {run.submit}; where there is none: rrl manage {run.id})"
+
+
+def manager_gone(run: RunDir) -> str:
+    """Return that no manager lives, and what to do, where this machine can tell for certain; else an empty text."""
+    from ...manager.storage.lease import holder
+
+    try:
+        held = holder(run)
+    except OSError as error:
+        raise Failed(f"{run.epochs}: {error.strerror}") from None
+    return f"none is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(held) else ""
+
+
+def storage_trouble(run: RunDir) -> str:
+    """Why nothing can be written to the run directory, as far as this machine can tell; empty: it can. What a manager
+    cannot write down it does not do, and its journal cannot say so."""
+    try:
+        there = os.statvfs(run.path)
+    except OSError as error:
+        return f"the run directory is away ({error.strerror}): nothing is decided until it is back; the roles go on"
+    if there.f_flag & os.ST_RDONLY:
+        return "the run directory is read-only: nothing is decided until it can be written; the roles go on"
+    if there.f_bavail * there.f_frsize < LEAST_FREE:
+        return "the run directory is full: nothing is decided until there is room; the roles go on"
+    return ""
+
+
+def list_runs(*, json: bool) -> int:
+    slurm: dict[int, SlurmJobs] = {}
+    rows = [_row(run, slurm) for run in all_runs()]
+    if json:
+        print_json(rows)
+    elif rows:
+        show(runs_view(rows, time.time()))
+    else:
+        print(f"no runs in {runs_root()}")
+    return 0
+
+
+def _row(run: RunDir, slurm: dict[int, SlurmJobs]) -> dict[str, Any]:
+    """One run as plain values; a run that cannot be read says so instead of hiding the others. ``slurm``: what Slurm
+    said of each user's jobs, asked once for all runs and only where a lease stands still."""
+    job = job_of(run)
+    row: dict[str, Any] = {
+        "run": run.id, "name": job.name if job else "", "outcome": None, "standing": "submitted", "step": 0,
+        "steps": job.steps if job else None, "reward": None, "recoveries": 0, "started": None, "ended": None,
+        "run_dir": str(run.path),
+    }  # fmt: skip
+    try:
+        state = read(run)
+    except (BadInput, Failed) as error:
+        return row | {"standing": f"unreadable: {str(error).removeprefix(f'{run.id} is ')}"}
+    if state is None:
+        return row
+    stands = _stands(run, state, slurm) or standing(state)[0]
+    return row | {
+        "outcome": state.outcome, "standing": stands, "step": state.step, "steps": state.job.steps,
+        "reward": state.rewards.latest, "recoveries": state.recoveries,
+        "started": state.started, "ended": state.ended,
+    }  # fmt: skip
+
+
+def _stands(run: RunDir, state: State, slurm: dict[int, SlurmJobs]) -> str:
+    """Where the run stands, where more is known of it than its journal says."""
+    try:
+        if state.job.cluster != "slurm" or not (stale := stale_lease(run, state)):
+            return ""
+        owner = owner_of(run)
+    except Failed:
+        return ""
+    if owner not in slurm:
+        slurm[owner] = ask_slurm(owner)
+    return judge(state, stale, slurm[owner]).standing

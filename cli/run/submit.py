@@ -1,0 +1,164 @@
+"""``rrl submit`` and ``rrl manage``: start a run, watch it, or be its manager."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...config.job.load import load_job
+from ...config.job.schema import Job
+from ...core.run_dir import RunDir, runs_root
+from ...core.types import Outcome
+from ...manager.bootstrap import start as starting
+from ...manager.storage.journal import JournalError
+from ...manager.storage.lease import LeaseHeld
+from ...manager.storage.resume_request import pending
+from ..common.output import print_json, show
+from ..common.runs import PAUSE, BadInput, Failed, Reader, check_whole, find_run, read, summary_of
+from ..job.check import asked, planned, tell
+from ..views.summary import summary_view
+from .follow import follow
+from .start_check import NeverBegan, StartCheck
+
+
+def submit(path: Path, *, foreground: bool, wait: bool, json: bool) -> int:
+    """Exit code: 0 when started (or, if waited for, completed), 1 when it failed or was cancelled, 2 when the cluster
+    refuses what the job spec asks for."""
+    job = load_job(path)
+    planned(job, path)  # what could not be submitted is refused before there is a run
+    warnings, _ = asked(job, path, foreground)
+    tell(warnings)
+    run = _created(job, path)
+    if foreground:
+        return _foreground(run, json)
+    _start(run, job)
+    return watched(run, json) if wait else report(run, json)
+
+
+def watched(run: RunDir, json: bool, after: int = 0) -> int:
+    """Watch it until it ends, with a record beyond ``after``; Ctrl-C only stops watching."""
+    if not json:
+        print(f"{run.id}  ({run.path})", flush=True)
+    try:
+        reader, start = Reader(run), StartCheck(run)
+        while after and (state := reader.state()) is not None and state.seq <= after:
+            if failure := start.failure(state):
+                raise NeverBegan(f"{run.id} does not go on: {failure}; to try again: rrl manage {run.id}")
+            time.sleep(PAUSE)
+        with _progress_to_stderr(json):
+            follow(run, keys=False, insist=True)
+    except NeverBegan as error:
+        if json:
+            print_json({"run": run.id, "outcome": Outcome.REJECTED, "why": str(error)})
+        raise
+    except KeyboardInterrupt:
+        print(f"\nstopped watching; {run.id} goes on. To end it: rrl cancel {run.id}", file=sys.stderr)
+        return 130
+    return _ended(run, json)
+
+
+def _created(job: Job, path: Path) -> RunDir:
+    try:
+        return starting.create(job, path)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename and str(error.filename) != str(runs_root()) else ""
+        raise BadInput(f"no run can be made in {runs_root()}: {where}{error.strerror or error}; name another folder"
+                       " with --runs-dir") from None  # fmt: skip
+
+
+def _start(run: RunDir, job: Job) -> None:
+    try:
+        warning = starting.start(run, job)
+    except (OSError, RuntimeError) as error:  # RuntimeError: what submitit makes of a refused sbatch
+        raise Failed(f"the run could not be started: {error}") from None
+    tell([warning] if warning else [])
+
+
+def manage(name: str) -> int:
+    """Be the manager of an existing run. Exit code 0 when it completed, or when this manager left before its end."""
+    run = find_run(name)
+    state = read(run)
+    if state is not None and state.outcome is not None and pending(run) is None:  # a resume is taken up
+        raise BadInput(f"{run.id} has ended already: {state.outcome.value}")
+    check_whole(run)
+    # Ctrl-C leaves in order, as SIGTERM does: whoever looks after a run by hand must not end it by a slip
+    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    if _manager(run, foreground=False) is None:
+        print(f"left; the roles of {run.id} go on. Start another manager: rrl manage {run.id}", file=sys.stderr)
+        return 0
+    return _ended(run, False)
+
+
+def _foreground(run: RunDir, json: bool) -> int:
+    """The manager in this thread, which gets the signals; the picture in another."""
+    print(f"{run.id}  ({run.path}); Ctrl-C cancels it", file=sys.stderr, flush=True)
+    stop = threading.Event()
+    watching = threading.Thread(target=_watch, args=(run, stop), daemon=True)
+    with _progress_to_stderr(json):
+        watching.start()
+        try:
+            outcome = _manager(run, foreground=True)
+        finally:
+            stop.set()
+            watching.join(timeout=10)
+    if outcome is None:
+        raise Failed(f"this manager left before the end; the roles of {run.id} go on: rrl manage {run.id}")
+    return _ended(run, json)
+
+
+def _watch(run: RunDir, stop: threading.Event) -> None:
+    try:
+        follow(run, keys=False, stop=stop)
+    except (BadInput, Failed) as error:
+        print(f"rrl: {error}", file=sys.stderr, flush=True)
+
+
+def _manager(run: RunDir, *, foreground: bool) -> str | None:
+    try:
+        return starting.run_here(run, foreground=foreground, by_hand=True)
+    except JournalError as error:
+        raise BadInput(str(error)) from None
+    except OSError as error:
+        raise Failed(f"{error.filename or run.path}: {error.strerror}" if error.strerror else str(error)) from None
+    except LeaseHeld as error:
+        raise Failed(str(error)) from None
+
+
+def report(run: RunDir, json: bool) -> int:
+    """It was started, and is left alone."""
+    if json:
+        print_json({"run": run.id, "run_dir": str(run.path)})
+    else:
+        print(run.id, flush=True)
+        print(f"watch it with: rrl status {run.id} --live", file=sys.stderr)
+    return 0
+
+
+def _ended(run: RunDir, json: bool) -> int:
+    summary = summary_of(run)
+    if summary is None:
+        raise Failed(f"{run.id} has ended, but left no summary; see: rrl status {run.id}")
+    if json:
+        print_json(summary)
+    else:
+        print()
+        show(summary_view(summary))
+    return {Outcome.COMPLETED.value: 0, Outcome.REJECTED.value: 2}.get(str(summary.get("outcome")), 1)
+
+
+@contextmanager
+def _progress_to_stderr(wanted: bool) -> Iterator[None]:
+    """With --json, stdout is for the one document at the end."""
+    before = sys.stdout
+    if wanted:
+        sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = before

@@ -1,0 +1,146 @@
+"""What the checks of a node found, as something to look at. Pure.
+
+What the doctor found, as something to look at. Pure.
+
+Drains that runs ask for, as something to look at. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...core.types import WORST_FIRST, Finding, Remedy, Verdict
+from ...health.report.drain_requests import Request
+from ...health.report.model import DrainState
+from ..doctor.catalogue import GROUPS
+from ..doctor.facts import Check
+from .formatting import span
+from .health_report import whose
+
+_VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
+_TOLD = {
+    Remedy.RESTART: "restart what runs there",
+    Remedy.EXCLUDE: "use another node",
+    Remedy.RESET_GPU: "reset the GPU",
+    Remedy.REBOOT: "reboot the node",
+    Remedy.DRAIN: "drain the node",
+    Remedy.SUPPORT: "ask the administrators or the maker",
+}
+
+
+def headline(verdict: Verdict, findings: Sequence[Finding]) -> str:
+    """One line for a drain's reason: the verdict and its first reason."""
+    worst = next((finding for finding in findings if finding.verdict is verdict), None)
+    if verdict is Verdict.OK or worst is None:
+        return f"{verdict.value} {_tally(findings)}"
+    return f"{verdict.value} {worst.detector}: {worst.evidence[0].text}"
+
+
+def health_check_view(findings: Sequence[Finding]) -> RenderableType:
+    """A line for each finding, the worst first; those that are well are one, those unknown for one reason too."""
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(width=7, no_wrap=True)
+    table.add_column(width=19, no_wrap=True)
+    table.add_column(ratio=1, overflow="fold")
+    for verdict in WORST_FIRST:
+        for name, told in _finding_lines([one for one in findings if one.verdict is verdict], verdict):
+            table.add_row(Text(verdict.value, _VERDICT_COLOUR[verdict]), name, told)
+    return Group(Text(), table)
+
+
+def _finding_lines(findings: Sequence[Finding], verdict: Verdict) -> Iterator[tuple[Text, Text]]:
+    if verdict in (Verdict.FAIL, Verdict.WARN):
+        for finding in findings:
+            told = Text("\n".join(evidence.text for evidence in finding.evidence))
+            if finding.remedy in _TOLD:
+                told.append(f"\n→ {_TOLD[finding.remedy]}", "cyan")
+            yield Text(finding.detector), told
+        return
+    reasons: dict[str, list[str]] = {}
+    for finding in findings:
+        why = "" if verdict is Verdict.OK else "; ".join(evidence.text for evidence in finding.evidence)
+        reasons.setdefault(why, []).append(finding.detector)
+    for why, names in reasons.items():
+        if len(names) == 1:
+            yield Text(names[0]), Text(why or "nothing wrong")
+        else:
+            listed = ", ".join(names)
+            yield Text(f"{len(names)} checks"), Text(f"{why} ({listed})" if why else listed)
+
+
+def _tally(findings: Sequence[Finding]) -> str:
+    """``18 checks; 21 not to be known here``"""
+    well = sum(finding.verdict is Verdict.OK for finding in findings)
+    unknown = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
+    return f"{well} checks" + (f"; {unknown} not to be known here" if unknown else "")
+
+
+VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
+
+
+def doctor_view(checks: Sequence[Check]) -> RenderableType:
+    """One line for each check, and one below it for what to do. Those that are unknown for one reason are one line."""
+    parts: list[RenderableType] = []
+    for group, members in groupby(checks, lambda check: check.name.partition(".")[0]):
+        table = Table.grid(padding=(0, 1), expand=True)
+        table.add_column(width=7, no_wrap=True)
+        table.add_column(width=10, no_wrap=True)
+        table.add_column(ratio=1, overflow="fold")
+        for verdict, name, found in _check_lines(list(members)):
+            table.add_row(verdict, name, found)
+        parts += [Text(GROUPS[group], "bold"), table, Text()]
+    return Group(*parts, Text(tally(checks)))
+
+
+def tally(checks: Sequence[Check]) -> str:
+    """``24 OK, 3 WARN, 0 FAIL, 15 UNKNOWN``"""
+    return ", ".join(f"{sum(check.verdict is one for check in checks)} {one.value}" for one in Verdict)
+
+
+def _said(check: Check) -> tuple[Verdict, str, str, str]:
+    """What lines that are drawn as one have in common: only what is unknown has the same reason again and again."""
+    return check.verdict, check.found, check.fix, "" if check.verdict is Verdict.UNKNOWN else check.name
+
+
+def _check_lines(checks: Sequence[Check]) -> Iterator[tuple[Text, Text, Text]]:
+    for (verdict, found, fix, _), same in groupby(checks, _said):
+        names = [check.name.partition(".")[2] for check in same]
+        told = Text(found if len(names) == 1 else f"{found} ({', '.join(names)})")
+        if fix:
+            told.append(f"\n→ {fix}", "cyan")
+        yield (
+            Text(verdict.value, VERDICT_COLOUR[verdict]),
+            Text(names[0] if len(names) == 1 else f"{len(names)} checks"),
+            told,
+        )
+
+
+def requests_view(
+    requests: Sequence[Request], drains: Mapping[str, DrainState], unknown: str, now: float
+) -> RenderableType:
+    if not requests:
+        return Text("no run asks for a drain", "green")
+    table = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in requests:
+        state = drains.get(one.node, DrainState())
+        asked = f"asked for by {one.by}" if one.by else "; ".join(one.evidence) or one.reason
+        table.add_row(Text(one.node, "bold"), Text(one.cause or "person", "red"), f"{span(now - one.at)} ago",
+                      ",".join(one.users), Text(asked))  # fmt: skip
+        if state.drained:
+            table.add_row("", Text("drained", "yellow"), "", "", Text(whose(state)))
+        elif state.booted > one.at:
+            said = f"booted {span(now - state.booted)} ago, after it was asked for: repaired?"
+            table.add_row("", Text("booted", "yellow"), "", "", Text(said))
+        elif not one.accused:
+            said = f"only records of {' and '.join(one.users)} say so: --apply has rrl health check there confirm it"
+            table.add_row("", Text("alone", "yellow"), "", "", Text(said))
+    note = [Text(f"which of them are drained is not known: {unknown}", "yellow")] if unknown else []
+    return Group(table, *note)

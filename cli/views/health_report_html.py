@@ -1,0 +1,112 @@
+"""The health report as one HTML file that refers to nothing else. Pure: numbers of the plots are computed here, the
+template (cli/templates/health.html.j2) escapes whatever it is given."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ...health.history.cache import Sources
+from ...health.report.model import Day, NodeReport, Report, SiteReport
+from .formatting import folded, span
+from .health_report import figure as digits
+from .health_report import interval, moment, notable, rows_of, whose
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 900, 180, 34, 22
+"""of the plot, in its own units"""
+TICKS = 4
+LABELS = 10
+_COLOURS = {
+    "gpu": "#d6453d", "node": "#e88b2e", "fabric": "#8a5cc2", "storage": "#b0872b", "software": "#3f7fc1",
+    "user": "#6b93b8", "process": "#3f7fc1", "hang": "#2fa39a",
+}  # fmt: skip
+_OTHER = "#7c8794"
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parents[1] / "templates"), undefined=jinja2.StrictUndefined,
+    autoescape=True, trim_blocks=True, keep_trailing_newline=True,
+)  # fmt: skip
+
+
+def page(report: Report, sources: Sources, drains_unknown: str) -> str:
+    site = report.site
+    quiet = [one.node for one in report.nodes if not notable(one)]
+    return _TEMPLATES.get_template("health.html.j2").render(
+        window=f"{moment(site.since)} to {moment(site.until)} UTC", made=moment(site.until), sources=sources,
+        figures=_figures(site), chart=chart(site.days), causes=_causes(site), shared=site.shared, moment=moment,
+        drains_unknown=drains_unknown,
+        nodes=[_row(one) for one in report.nodes if notable(one)], quiet_count=len(quiet),
+        quiet_nodes=folded(quiet) if quiet else "",
+    )  # fmt: skip
+
+
+def _figures(site: SiteReport) -> list[dict[str, str]]:
+    def figure(name: str, value: str, more: str) -> dict[str, str]:
+        return {"name": name, "value": value, "more": more}
+
+    rate, mtbf = site.failures_per_1000_node_days, site.node_hours_between_failures
+    return [
+        figure("failures per 1000 node-days", _short(rate.value), interval(rate)),
+        figure("mean time between failures", f"{_short(mtbf.value)} node-h", interval(mtbf, " h")),
+        figure("failures", str(site.failures), f"of infrastructure; {site.other_failures} of software or users,"
+                                               f" {site.injected} injected"),
+        figure("GPU-hours lost", f"{site.gpu_hours_lost:.1f}", f"{site.gpu_hours_lost_to_infra:.1f} to infrastructure"),
+        figure("seen", f"{site.nodes} nodes", f"{digits(site.node_days)} node-days, {digits(site.gpu_days)} GPU-days,"
+                                              f" {site.runs} runs of {site.users} users"),
+        figure("lemons", str(len(site.lemons)), folded(site.lemons) if site.lemons else "none"),
+    ]  # fmt: skip
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else digits(value)
+
+
+def _causes(site: SiteReport) -> list[dict[str, Any]]:
+    most = max((one.failures for one in site.causes), default=1)
+    return [
+        {
+            "owner": one.owner, "cause": one.cause, "failures": one.failures, "gpu_hours": f"{one.gpu_hours:.1f}",
+            "share": round(100 * one.failures / most), "colour": _COLOURS.get(one.cause, _OTHER),
+        }
+        for one in site.causes
+    ]  # fmt: skip
+
+
+def chart(days: list[Day]) -> dict[str, Any]:
+    """Stacked bars, one a day. Without failures there are none."""
+    most = max((sum(day.failures.values()) for day in days), default=0)
+    causes = sorted({cause for day in days for cause in day.failures})
+    if not most:
+        return {"bars": [], "width": WIDTH, "height": HEIGHT, "ticks": [], "labels": [], "key": []}
+    room, step = HEIGHT - BOTTOM - 6, (WIDTH - LEFT) / len(days)
+    every, apart = -(-most // TICKS), -(-len(days) // LABELS)
+    bars, labels = [], []
+    for at, day in enumerate(days):
+        x, top = LEFT + at * step, float(HEIGHT - BOTTOM)
+        name = time.strftime("%m-%d", time.gmtime(day.at))
+        if at % apart == 0:
+            labels.append({"x": round(x + step / 2, 1), "text": name})
+        for cause, number in day.failures.items():
+            height = room * number / most
+            top -= height
+            bars.append({
+                "x": round(x + step * 0.1, 1), "y": round(top, 1), "width": round(step * 0.8, 1),
+                "height": round(height, 1), "colour": _COLOURS.get(cause, _OTHER), "title": f"{name}: {number} {cause}",
+            })  # fmt: skip
+    ticks = [{"y": round(HEIGHT - BOTTOM - room * n / most, 1), "label": n} for n in range(0, most + 1, every)]
+    key = [{"name": cause, "colour": _COLOURS.get(cause, _OTHER)} for cause in causes]
+    return {"bars": bars, "width": WIDTH, "height": HEIGHT, "ticks": ticks, "labels": labels, "key": key}
+
+
+def _row(one: NodeReport) -> dict[str, Any]:
+    first = f"first {moment(one.first_seen)}" if one.first_seen is not None else ""
+    held = f"held for {span(one.node_hours * 3600)}"
+    return {
+        "node": one.node, "verdict": one.verdict, "cause": one.cause, "count": one.count, "incidents": one.incidents,
+        "last": "" if one.last_seen is None else moment(one.last_seen), "gpu_hours": f"{one.gpu_hours_lost:.1f}",
+        "score": f"{one.lemon.score:.2f}", "lemon": one.lemon.lemon, "drain": whose(one.drain), "action": one.action,
+        "scontrol": one.scontrol,
+        "details": [*rows_of(one), ("known", ", ".join(filter(None, (first, held))))],
+    }  # fmt: skip

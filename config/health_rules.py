@@ -1,0 +1,336 @@
+"""The rules by which a node's checks judge: every threshold with its unit and source, what is expected of the node, and
+which checks act. A site's own lie in a TOML file (``/etc/rrl/health.toml``, or ``$RRL_HEALTH_CONFIG``):
+
+    [expect]
+    gpus = 8
+    mounts = ["/scratch"]
+
+    [checks]
+    gpu_throttle = "off"
+
+Plain msgspec: ``rrl health check`` is run before each job, and must not wait for pydantic. The sources in brackets are
+those of docs/sources.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from ..core.text import on_one_line
+from .toml_positions import Path as KeyPath
+from .toml_positions import lines_of, nearest_line
+
+CONFIG_ENV = "RRL_HEALTH_CONFIG"
+CONFIG = Path("/etc/rrl/health.toml")
+_LARGEST = 2**20
+"""bytes; a config is a page long"""
+_LONGEST = 400
+"""characters of a complaint"""
+
+Mode = Literal["act", "observe", "off"]
+XidClass = Literal["node_out", "gpu_reset", "nvlink", "app", "ignore", "service", "rest"]
+
+
+class RulesError(Exception):
+    """The site's rules are wrong; one line: file, line, key, what is wrong, what is right."""
+
+
+class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is known of the node beforehand. What is not said here is not expected."""
+
+    gpus: int | None = None
+    """GPUs that NVML must see (gcm: 8)"""
+    hcas: int | None = None
+    """InfiniBand or RoCE devices (gcm's example: 9)"""
+    ports: tuple[str, ...] = ()
+    """ports that must be ACTIVE: ``mlx5_0/1``; without them, the ports that were ACTIVE when we first looked"""
+    mounts: tuple[str, ...] = ()
+    """paths that must answer, besides those that the caller names"""
+    driver: str = ""
+    """version of the GPU driver, the fleet's"""
+    vbios: str = ""
+    """version of every GPU's VBIOS, the fleet's"""
+    sm_clock: int | None = None
+    """MHz that every GPU's SM clock can reach at least (gcm, of the A100's time: 1155); take it from your GPU"""
+    memory: int | None = None
+    """bytes of main memory"""
+    governor: str = ""
+    """of CPU frequency (gcm: ``performance``)"""
+    clock_source: str = ""
+    """of the kernel (``tsc``)"""
+    readers: tuple[str, ...] = ()
+    """``nvml``, ``dcgm``, ``kernel``, ``fabric``, ``host``: those without which the node's verdict is UNKNOWN; nvml is
+    where GPUs are expected, and fabric where HCAs are"""
+
+
+class Hysteresis(Struct, frozen=True, forbid_unknown_fields=True):
+    """How often a reading is needed where one is no proof [guard rail 2]."""
+
+    bad: int = 3
+    """readings in a row that condemn"""
+    good: int = 2
+    """readings in a row that make trusted again"""
+
+
+class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
+    ecc_corrected: int = 50_000_000
+    """volatile corrected ECC errors above which is warned (gcm)"""
+    ecc_corrected_rate: float = 100.0
+    """a second, over a minute, above which is warned (ours: so many reach gcm's 50 million within six days)"""
+    retired_pages: int = 10
+    """pages above which is warned, of GPUs before Ampere (gcm)"""
+    retired_pages_most: int = 63
+    """pages from which a GPU is out (DCGM)"""
+    retired_pages_soft: int = 15
+    """pages from which it is out if more than one page was retired for a double-bit error since we look (DCGM: within
+    7 days)"""
+    hot: float = 300.0
+    """s at or above the device's own slowdown temperature after which it is out (peers.md 5a: 5 min)"""
+    throttled: int = 10
+    """readings in a row with thermal or power-brake slowdown before it is told (ours: single ones come and go)"""
+    slow_clock: float = 0.75
+    """share of its highest SM clock below which a busy GPU is slow (NVRx's straggler score: 0.75)"""
+    busy: int = 50
+    """percent of utilization from which a GPU's clock and PCIe generation mean something (ours)"""
+    memory_before_start: int = 512 * 2**20
+    """bytes that may be in use before a role starts (NVRx waits for 512 MB; gcm's 15 MiB is below what new drivers
+    reserve)"""
+    reclaim: int = 10
+    """looks in a row, a second apart, for which a GPU may still be held before a role starts (gcm: 3 retries of 3 s):
+    what ended just now gives its memory back slowly"""
+    unknown_error: int = 10
+    """readings in a row for which NVML says "Unknown Error" of a GPU until it is out (ours: a call fails so now and
+    then, and the GPU works on; what is lost for good says so in other words)"""
+
+
+class LinkRules(Struct, frozen=True, forbid_unknown_fields=True):
+    window: float = 60.0
+    """s of one window of NVLink errors (NVRx)"""
+    windows: int = 30
+    """windows that are remembered (NVRx)"""
+    flagged: int = 15
+    """a link is out if more of them than this have errors (NVRx)"""
+    crc: float = 100.0
+    """CRC errors a second at which a link is out (DCGM)"""
+    pcie_replays: tuple[float, ...] = (0.15, 0.3, 0.48, 0.96, 1.92, 3.84)
+    """replays a minute and lane that are usual, of PCIe generations 1 to 6 (DCGM)"""
+    fabric_registers: float = 120.0
+    """s that a GPU may take to register with the NVLink fabric after a boot or a reset (ours: the fabric manager trains
+    all links first)"""
+
+
+class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
+    burst: float = 180.0
+    """s in which one Xid on one GPU is one event, whoever tells it [peers.md 5b: 3 min]"""
+    day: float = 86400.0
+    """s in which repeats are counted [5b: 24 h]"""
+    repeats: int = 2
+    """of an application's or NVLink's Xid on one GPU within a day: suspect hardware [5b]"""
+    support: int = 5
+    """fatal Xids on one GPU within a day from which its maker is asked [5b]"""
+    kill: float = 60.0
+    """s after our own kill of a step in which only the two gravest classes act [5b]"""
+    kill_lead: float = 10.0
+    """s before we hear of a kill that are its end too: a sweep takes as long (ours; 5b says 60 s, in which a crash
+    would be excused by the kill of what it left)"""
+    died: float = 60.0
+    """s between a role's death and a rare Xid on its GPU that make the Xid the cause [5b]"""
+    classes: dict[str, XidClass] = {}
+    """by code: where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)"""
+
+
+class KernelRules(Struct, frozen=True, forbid_unknown_fields=True):
+    window: float = 86400.0
+    """s for which an I/O error, a machine check or an OOM kill counts (ours)"""
+    flap_window: float = 3600.0
+    """s in which link flaps are counted [5a: 1 h]"""
+    flaps: int = 3
+    """of one InfiniBand port within it: out [5a: three times in 1 h]"""
+    hung_window: float = 3600.0
+    """s for which is told that the kernel called a task hung (ours)"""
+    quiet_devices: tuple[str, ...] = ("sr", "fd", "loop")
+    """devices whose errors, and those of their file systems, mean nothing: virtual CDs and floppies, and images of
+    users' containers (ours)"""
+
+
+class FabricRules(Struct, frozen=True, forbid_unknown_fields=True):
+    link_downs: int = 2
+    """link_downed within an hour from which a port is out (ours; NVSentinel: any. Programs outlive a link that is down
+    for a moment, and of one that stays down its state tells)"""
+    symbol_errors_hour: int = 120
+    """an hour, above which a port is out (NVSentinel)"""
+    symbol_errors: float = 10.0
+    """a second, above which is warned; as all below (NVSentinel)"""
+    recoveries: float = 5.0
+    """link_error_recovery a minute"""
+    receive_errors: float = 10.0
+    """port_rcv_errors a second"""
+    ack_timeouts: float = 1.0
+    """local_ack_timeout_err a second"""
+    discards: float = 100.0
+    """port_xmit_discards a second"""
+    slow_restarts: float = 10.0
+    """roce_slow_restart a second"""
+    carrier_changes: int = 2
+    """within an hour"""
+
+
+class HostRules(Struct, frozen=True, forbid_unknown_fields=True):
+    disk: float = 0.80
+    """share of bytes or inodes in use above which is warned (gcm)"""
+    disk_full: float = 0.95
+    """of a file system of the node itself: out (ours; gcm is critical at 0.85, where a run still finds room). A shared
+    one is never the node's fault"""
+    memory: float = 0.05
+    """share of memory that must be available at least, and by which memory may differ from what is expected (NHC)"""
+    stuck: float = 300.0
+    """s in state D from which is warned (gcm)"""
+    stuck_after_kill: float = 60.0
+    """s after our own kill that a process may still be in state D; then the node is out (ours)"""
+    mount_hung: float = 15.0
+    """s for which a path must not answer three processes, started one after another, to be out after one look; other
+    paths must answer meanwhile, or the whole node stands still (ours: longer than a path has in any other look, and
+    within the time that a prolog may take)"""
+    zombies: int = 50
+    """older than 300 s, above which is warned (gcm: any; a container's first process often reaps none)"""
+    clock_sources: tuple[str, ...] = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
+    """slow ones, of which is warned: the kernel gave up the better one (ours)"""
+
+
+class ReaderRules(Struct, frozen=True, forbid_unknown_fields=True):
+    stall: float = 60.0
+    """s from its first missed deadline for which NVML does not answer until a second witness of the driver condemns the
+    node, and for which DCGM does not until it is one (ours; 5a: 45 s. A reset of somebody else's GPU holds the driver's
+    lock for some 40 s)"""
+    dcgm_user: str = ""
+    """user besides root who runs dcgm-exporter and DCGM's host engine here, and to whom ``dcgmi`` may belong: what
+    others listen on or install is not believed"""
+
+
+class HookRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """How many nodes the prolog and the HealthCheckProgram may drain. Many nodes that fail together have been talked
+    into it, or share a cause that draining them does not mend."""
+
+    share: float = 0.2
+    """of the cluster's nodes, one at least, that hooks may drain within ``window`` (as the breaker of a run; guard
+    rails)"""
+    window: float = 600.0
+    """s (as the breaker of a run)"""
+    standing: float = 0.25
+    """share of the cluster's nodes, one at least, that may stand drained by hooks (guard rails: none while more than
+    25 % is down)"""
+
+
+class Rules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """All of it. Times are s of the node's monotonic clock."""
+
+    expect: Expect = Expect()
+    checks: dict[str, Mode] = {}
+    """by check's name: ``act``, ``observe`` (FAIL is told as WARN) or ``off``; default: act"""
+    hysteresis: Hysteresis = Hysteresis()
+    gpu: GpuRules = GpuRules()
+    links: LinkRules = LinkRules()
+    xid: XidRules = XidRules()
+    kernel: KernelRules = KernelRules()
+    fabric: FabricRules = FabricRules()
+    host: HostRules = HostRules()
+    readers: ReaderRules = ReaderRules()
+    hooks: HookRules = HookRules()
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Readers that must be able to read here."""
+        found = set(self.expect.readers)
+        if self.expect.gpus:
+            found.add("nvml")
+        if self.expect.hcas or self.expect.ports:
+            found.add("fabric")
+        return frozenset(found)
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def load_rules(path: Path | None = None) -> Rules:
+    """The rules of this file, or of the place where a site's lie; the defaults where there is none. Raises
+    :class:`RulesError` and nothing else; a file that was named must exist."""
+    named = path or (Path(given) if (given := os.environ.get(CONFIG_ENV)) else None)
+    if named is None:
+        if not CONFIG.exists():
+            return Rules()
+        named = CONFIG
+    try:
+        with named.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IWOTH:
+                raise RulesError(f"{named}: everybody may write it, and so drain nodes; chmod o-w {named}")
+            text = file.read(_LARGEST + 1).decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise RulesError(f"{named}: cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise RulesError(f"{named}: is not UTF-8") from None
+    return parse_rules(text, str(named))
+
+
+def parse_rules(text: str, name: str = "health.toml") -> Rules:
+    """Raises :class:`RulesError`."""
+    if len(text) > _LARGEST:
+        raise RulesError(f"{name}: is larger than 1 MiB; that is no health.toml")
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise RulesError(f"{name}: tables or arrays are nested too deeply") from None
+    except ValueError as error:
+        raise RulesError(f"{name}: {on_one_line(error)[:_LONGEST]}") from None
+    if wrong := _unknown(Rules, data, ()) or _unfit(data):
+        line = nearest_line(lines_of(text), wrong[0])
+        place = f"{name}:{line}" if line else name
+        raise RulesError(f"{place}: {'.'.join(map(str, wrong[0]))}: {on_one_line(wrong[1])[:_LONGEST]}")
+    return msgspec.convert(data, Rules)
+
+
+def _unknown(table: type[Struct], data: dict[str, Any], at: KeyPath) -> tuple[KeyPath, str] | None:
+    """The first key that nobody knows, and the nearest one that is known."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(table)}
+    for key, value in data.items():
+        if key not in fields:
+            return (*at, key), _did_you_mean(key, list(fields))
+        inner = fields[key]
+        table_below = isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, dict)
+        if table_below and (wrong := _unknown(inner, value, (*at, key))):
+            return wrong
+    return None
+
+
+def _did_you_mean(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, 1)
+    return f'unknown key; did you mean "{near[0]}"?' if near else f"unknown key; known here: {', '.join(known)}"
+
+
+def _unfit(data: dict[str, Any]) -> tuple[KeyPath, str] | None:
+    try:
+        rules = msgspec.convert(data, Rules)
+    except msgspec.ValidationError as error:
+        said, _, where = str(error).partition(" - at `")
+        if where.startswith("key"):  # of a dict: msgspec says only that
+            where = where.partition("$")[2]
+        path = tuple(int(p) if p.isdigit() else p for p in re.findall(r"[A-Za-z_]\w*|\d+", where.lstrip("$")))
+        return path, said[:1].lower() + said[1:]
+    for code in rules.xid.classes:
+        if not code.isdigit():
+            return ("xid", "classes", code), "is no Xid; write its number in quotes"
+    negative = [
+        ((table, field), value)
+        for table in rules.__struct_fields__
+        if isinstance(getattr(rules, table), Struct)
+        for field, value in msgspec.structs.asdict(getattr(rules, table)).items()
+        if isinstance(value, int | float) and value < 0
+    ]
+    return (negative[0][0], f"must be at least 0, not {negative[0][1]:g}") if negative else None

@@ -1,0 +1,49 @@
+"""What the tables of job.toml are made of: a strict model, values that several share, mistakes of several keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from ...core.units import DURATION, Duration
+
+
+class Table(BaseModel):
+    """A table of job.toml. Strict: "10" is no number and true is no 1; the line under a field is its description."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def mistake(at: tuple[str | int, ...], what: str) -> PydanticCustomError:
+    """An error of several fields, to be shown at the key ``at`` (from the root of job.toml)."""
+    return PydanticCustomError("mistake", "{what}", {"at": at, "what": what})
+
+
+def environment(env: dict[str, str]) -> dict[str, str]:
+    for name in env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable; use letters, digits and underscores")
+    return env
+
+
+def sbatch_options(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    for name, value in options.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ValueError(f"{name!r} is no sbatch option; write its long name without dashes in front")
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"the value of {name} must be printable and on one line")
+    return options
+
+
+Strings = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+"""A list of strings; TOML has lists where Python has tuples, hence not strict itself."""
+Time = Annotated[Duration, Field(gt=0)]
+TimeIfAny = Annotated[float | None, DURATION, Field(gt=0)]
+Count = Annotated[int, Field(ge=1, le=4096)]
+SbatchOptions = Annotated[dict[str, str | int | bool], AfterValidator(sbatch_options)]
+"""Long options of sbatch(1) without their dashes; true stands for a flag."""

@@ -1,0 +1,142 @@
+"""What is set up on a node before a role's command: the [env] of a job spec as one bash text.
+
+It is run as ``bash -c TEXT rrl-env WORDS REPORT COMMAND...``. WORDS is a descriptor that stderr goes to while things
+are set up, REPORT one that is told what failed, or :data:`BEGUN`; COMMAND has neither.
+
+Each line stands for itself (``eval``), so that a mistake in one cannot swallow the next; it fails when its last command
+does. There is no ``set -e``: scripts of sites, and conda's, do not bear it.
+
+Which environment variables of a shell, of the manager or of an image reach a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from shlex import quote
+
+from .run_spec import EnvView
+
+BEGUN = b"begun"
+NAME = "rrl-env"
+"""what bash calls itself in its messages"""
+_MODULE_FILES = ("/etc/profile.d/z00_lmod.sh", "/etc/profile.d/lmod.sh", "/etc/profile.d/modules.sh")
+"""where Lmod (lmod.readthedocs.io, installing) and Environment Modules define ``module`` for login shells"""
+
+_BEGIN = """\
+rrl_words=$1 rrl_report=$2 rrl_folder=$PWD
+shift 2
+rrl_command=("$@")
+set --  # a script that is sourced sees the arguments of whoever sources it
+exec {rrl_stderr}>&2 2>&"$rrl_words"
+trap 'rrl_code=$?; printf "[env] %s failed (exit %s)" "$rrl_at" "$rrl_code" >&"$rrl_report"; exit "$rrl_code"' EXIT
+rrl_check() { local code=$?; [ "$code" = 0 ] || exit "$code"; }
+rrl_fail() { printf '%s\\n' "$1" >&2; exit 1; }
+"""
+_END = """\
+rrl_at="return to $rrl_folder"
+[ "$PWD" = "$rrl_folder" ] || cd "$rrl_folder"
+rrl_check
+trap - EXIT
+if ! type -P -- "${rrl_command[0]}" >/dev/null; then
+    printf 'there is no command %s on this node, after [env] with PATH=%s' "${rrl_command[0]}" "$PATH" >&"$rrl_report"
+    exit 127
+fi
+printf begun >&"$rrl_report"
+exec 2>&"$rrl_stderr" {rrl_stderr}>&- {rrl_words}>&- {rrl_report}>&-
+exec "${rrl_command[@]}"
+"""
+
+
+def prelude(env: EnvView) -> str:
+    """The text; empty when there is nothing to set up."""
+    parts = [_part(f"setup line {number}", f"eval {quote(line)}") for number, line in enumerate(env.setup, 1)]
+    if env.modules:
+        parts.append(_modules(env.modules))
+    if env.venv:
+        parts.append(_venv(env.venv))
+    if env.conda:
+        parts.append(_conda(env.conda))
+    return "".join((_BEGIN, *parts, _END)) if parts else ""
+
+
+def behind(text: str, words: int, report: int, command: Sequence[str]) -> tuple[str, ...]:
+    """The command line that sets up and then becomes ``command``."""
+    return ("bash", "-c", text, NAME, str(words), str(report), *command)
+
+
+def _part(name: str, *lines: str) -> str:
+    return "".join(f"{line}\n" for line in (f"rrl_at={quote(name)}", *lines, "rrl_check"))
+
+
+def _modules(names: Sequence[str]) -> str:
+    there = _part(
+        "modules",
+        "if ! type module >/dev/null 2>&1; then",
+        f"    for rrl_file in {' '.join(_MODULE_FILES)}; do",
+        '        if [ -r "$rrl_file" ]; then source "$rrl_file"; break; fi',
+        "    done",
+        "fi",
+        'type module >/dev/null 2>&1 || rrl_fail \'there is no "module" on this node; define it by a line of [env]'
+        ' setup, for example "source /opt/lmod/init/bash"\'',
+    )
+    return there + "".join(_part(f"module load {name}", f"module load {quote(name)}") for name in names)
+
+
+def _venv(folder: str) -> str:
+    activate = f"{_path(folder)}/bin/activate"
+    return _part(
+        f"venv {folder}", f"[ -r {activate} ] || rrl_fail 'there is no bin/activate in it on this node'",
+        f"source {activate}",
+    )  # fmt: skip
+
+
+def _conda(name: str) -> str:
+    return _part(
+        f"conda {name}",
+        'case "$(type -t conda)" in',
+        "    function) ;;",
+        '    file) eval "$(conda shell.bash hook)" ;;',
+        '    *) [ -x "${CONDA_EXE:-}" ] || rrl_fail \'there is no "conda" on this node; put it into PATH by a line of'
+        " [env] setup'",
+        '       eval "$("$CONDA_EXE" shell.bash hook)" ;;',
+        "esac",
+        f"conda activate {_path(name)}",
+    )
+
+
+def _path(text: str) -> str:
+    """Quoted, but for a ``~`` in front, which is the home on the node."""
+    return f'"$HOME"/{quote(text[2:])}' if text.startswith("~/") else quote(text)
+
+
+ALLOWED = (
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV",
+    "CONDA_EXE",
+)  # fmt: skip
+"""what roles inherit of the manager's environment; nothing passes that is not named"""
+OF_THE_HOST = ("PATH", "HOME", "TMPDIR", "SHELL", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_EXE")
+"""those of them that name folders of the host: in a container that starts with our own process they mean nothing"""
+_LAUNCHERS = frozenset((
+    "SLURM", "SLURMD", "SBATCH", "SRUN", "SALLOC", "SPANK", "PMI", "PMI2", "PMIX", "OMPI", "ORTE", "PRTE", "RRL",
+))  # fmt: skip
+"""What stands before the first ``_`` in variables of launchers. They are misread by torch, Hugging Face and mpi4py
+(docs/sources.md, sites), and never pass, whoever asks for them; ours are set anew for each role."""
+
+
+def of_a_launcher(name: str) -> bool:
+    return name.partition("_")[0] in _LAUNCHERS
+
+
+def passing(patterns: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables whose name is one of ``patterns``, or begins with one that ends in ``*``; but none of a launcher."""
+    names, starts = set(), []
+    for pattern in patterns:
+        if pattern.endswith("*"):
+            starts.append(pattern[:-1])
+        else:
+            names.add(pattern)
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name in names or name.startswith(tuple(starts))) and not of_a_launcher(name)
+    }

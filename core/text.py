@@ -1,0 +1,108 @@
+"""Text of roles, nodes and users as it may be printed: nothing of it can command a terminal.
+
+A terminal obeys control characters (C0 and C1: cursor, colours, title, clipboard, answers typed into the shell) and
+reorders text by directional ones, so that a line shows something else than it says.
+
+What was written last before something failed, on one line: the best reason there is when nobody told another one.
+
+What can never work as job.toml has it: the role that finds it ends with exit code 2 and one line, no traceback.
+
+What a manager says for people: one line on its own output, which submitit keeps in the run directory.
+
+How a complaint about somebody's file is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+_COMMANDS = re.compile(
+    "["
+    "\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 but for the tab, DEL, C1: among them ESC, CSI and OSC
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks, embeddings, overrides and isolates of direction
+    "\u2028\u2029"  # line and paragraph separators
+    "\ud800-\udfff"  # halves of a surrogate pair, which no output can encode
+    "]"
+)
+
+
+def escaped(text: str) -> str:
+    """One line: ``text`` with each such character as Python writes it in a literal (``\\x1b``, ``\\u202e``), a line
+    break included; a tab, and all other text, stays as it is."""
+    return _COMMANDS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+def escaped_lines(text: str) -> str:
+    """The same for text of several lines, whose line breaks stay."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
+def escaped_json(document: str) -> str:
+    """A JSON document in which such a character stands as JSON writes it (``\\u001b``): it says what it said. Between
+    its strings a document has no such character but line breaks, which stay."""
+    return "\n".join(
+        _COMMANDS.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in document.split("\n")
+    )  # fmt: skip
+
+
+_LINES = 3
+_CHARACTERS = 400
+_READ = 4096
+"""bytes of a file's end that are looked at"""
+_ABSENT = ("execve(): ", "No module named 'rrl'", "No module named rrl")
+"""slurmstepd on an interpreter that is not there; an interpreter without rrl"""
+
+
+def absent(words: str) -> bool:
+    """They prove that what was to be started is not there, or cannot be started at all."""
+    return any(text in words for text in _ABSENT)
+
+
+def last_lines(text: str) -> str:
+    """The last lines of a text that say something, joined by `` / `` and cut at the front."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " / ".join(lines[-_LINES:])[-_CHARACTERS:]
+
+
+def last_lines_of(path: Path) -> str:
+    """The same of a file; empty where there is none, or none that can be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _READ))
+            return last_lines(file.read().decode(errors="replace"))
+    except OSError:
+        return ""
+
+
+def refuse(why: object) -> NoReturn:
+    """Ends the process."""
+    print(f"rrl: {' '.join(str(why).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+@contextmanager
+def refusing(mistakes: type[Exception] = ValueError) -> Iterator[None]:
+    """Inside, such an exception says what is wrong with job.toml. A user's own code goes elsewhere: of what that raises
+    the traceback is wanted."""
+    try:
+        yield
+    except mistakes as error:
+        refuse(error)
+
+
+def say(text: str) -> None:
+    """Never raises: that output lies on the run's disk, which may be full."""
+    with contextlib.suppress(OSError):
+        print(f"rrl: {text}", file=sys.stderr, flush=True)
+
+
+def on_one_line(what: object) -> str:
+    """Without line breaks and control characters: what is in a file must not drive a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in re.sub(r"\s+", " ", str(what)))

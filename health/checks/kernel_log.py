@@ -1,0 +1,143 @@
+"""Checks of the kernel log, besides Xids: disks, file systems, machine checks, network links, hung tasks, memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ...config.health_rules import Rules
+from ...core.types import Cause, Remedy
+from .base import Bad, Check, Said, fail, warn
+from .node_state import Logged, Seen
+from .xid_events import is_fatal
+
+_LOST_WRITES = re.compile(
+    r"remount\w* .*read-only|EXT4-fs error|XFS .*(corruption|shut ?down)|BTRFS.*error|I/O error", re.I
+)
+"""a file system of the node gave up; others (NFS, Lustre) only wait, and the check of mounts sees whether they hang"""
+_NOTHING_LOST = re.compile(r"op 0x[359]:\((?:DISCARD|SECURE_ERASE|WRITE_ZEROES)\)")
+"""requests that a disk may refuse: fstrim's, and file systems that write zeroes as before then"""
+_POLLED = re.compile(r"timeout, completion polled")
+"""an interrupt was missed (linux drivers/nvme/host/pci.c); the request was done"""
+_UNCORRECTED = re.compile(
+    r"uncorrect|context corrupt|unrecoverable|panic|event severity: recoverable|multi-bit ECC|Memory failure: 0x", re.I
+)
+"""of machine checks. ``recoverable`` is the firmware's word for what the hardware did not correct, and the kernel may
+(linux include/linux/cper.h); ``Memory failure`` is how the kernel gives up such a page (mm/memory-failure.c)"""
+_UE = re.compile(r"\bUE\b")
+"""so EDAC and AMD's decoder abbreviate it: ``1 UE memory read error``, ``MC18_STATUS[-|UE|MiscV|...]``"""
+_STATUS = re.compile(r"Machine Check(?: Exception)?: [0-9a-f]+ Bank \d+: (?P<status>[0-9a-f]{16})\b", re.I)
+_UC = 1 << 61
+"""bit of the status register: the error was not corrected (Intel SDM vol. 3B, 16.3.2.2; AMD the same)"""
+_BEFORE_THE_BOOT = 60.0
+"""s of the kernel's clock in which it tells what its predecessor died of (firmware's BERT, banks that were full)"""
+_STORAGE = re.compile(r"in I/O wait|nfs|lustre|ll_|ptlrpc|jbd2|xfs|ext4|btrfs|gpfs|mmfs|beegfs|ceph|flush-", re.I)
+"""in the name of a hung task: it waits for a disk or a file system"""
+_BOOT = 600.0
+"""s of the kernel's clock, which begins with the boot, in which links come and go"""
+_INFINIBAND = re.compile(r"^(ib|mlx|hsi|hfi)", re.I)
+
+
+def _lines(seen: Seen, kind: str, window: float, now: float) -> dict[str, list[Logged]]:
+    """By device, of the last ``window`` s; oldest first."""
+    found: dict[str, list[Logged]] = {}
+    for logged in seen.log:
+        if logged.event.kind == kind and logged.at > now - window:
+            found.setdefault(logged.event.device, []).append(logged)
+    return found
+
+
+def _first(lines: list[Logged]) -> str:
+    return lines[0].event.text
+
+
+def _disks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    for device, told in _lines(seen, "io", rules.kernel.window, now).items():
+        lines = [line for line in told if not _NOTHING_LOST.search(line.event.text)]
+        if not lines or device.startswith(rules.kernel.quiet_devices):
+            continue
+        lost = [line for line in lines if not _POLLED.search(line.event.text)]
+        name = device or "a disk"
+        if lost:
+            text = f"I/O errors of {name}: {_first(lost)}"
+            yield fail(Cause.STORAGE, Remedy.EXCLUDE, text, part=device, needs=1, at=lost[0].at)
+        else:
+            yield warn(Cause.STORAGE, Remedy.NONE, f"{name}: {_first(lines)}", part=device, at=lines[0].at)
+
+
+def _filesystems(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    for device, lines in _lines(seen, "filesystem", rules.kernel.window, now).items():
+        if device.startswith(rules.kernel.quiet_devices):  # on loop devices lie images that users bring along
+            continue
+        grave = next((one for one in lines if _LOST_WRITES.search(one.event.text)), None)
+        told = grave or lines[0]
+        make = fail if grave else warn
+        remedy = Remedy.EXCLUDE if grave else Remedy.NONE
+        text = f"file system{f' on {device}' if device else ''}: {told.event.text}"
+        yield make(Cause.STORAGE, remedy, text, part=device, needs=1, at=told.at)
+
+
+def _machine_checks(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    for lines in _lines(seen, "mce", rules.kernel.window, now).values():
+        grave = next((one for one in lines if one.at > _BEFORE_THE_BOOT and _is_grave(one.event.text)), None)
+        if grave is not None:
+            text = f"uncorrected machine check: {grave.event.text}"
+            yield fail(Cause.NODE, Remedy.REBOOT, text, needs=1, at=grave.at)
+        else:
+            yield warn(Cause.NODE, Remedy.SUPPORT, f"machine check: {_first(lines)}", at=lines[0].at)
+
+
+def _is_grave(text: str) -> bool:
+    status = _STATUS.search(text)
+    uncorrected = status is not None and bool(int(status["status"], 16) & _UC)
+    return uncorrected or bool(_UNCORRECTED.search(text) or _UE.search(text)) or is_fatal(text)
+
+
+def _flaps(seen: Seen, rules: Rules, now: float) -> Iterator[Bad]:
+    for device, told in _lines(seen, "nic", rules.kernel.flap_window, now).items():
+        if not (lines := [line for line in told if line.at > _BOOT]):
+            continue
+        often = len(lines) >= rules.kernel.flaps and _INFINIBAND.match(device)
+        text = f"link of {device or 'a network device'} went down: {_first(lines)}"
+        if often:
+            again = f"at least {rules.kernel.flaps} times within {rules.kernel.flap_window:g} s"
+            yield fail(Cause.FABRIC, Remedy.SUPPORT, f"{text}, {again}", part=device, needs=1, at=lines[0].at)
+        else:
+            yield warn(Cause.FABRIC, Remedy.NONE, text, part=device, at=lines[0].at)
+
+
+def _hung(seen: Seen, rules: Rules, now: float) -> Iterator[Bad]:
+    for several in _lines(seen, "hung_task", rules.kernel.hung_window, now).values():
+        stored = [one for one in several if _STORAGE.search(one.event.text)]
+        others = [one for one in several if one not in stored]
+        for cause, part, lines in ((Cause.STORAGE, "storage", stored), (Cause.NODE, "", others)):
+            if lines:
+                yield warn(cause, Remedy.NONE, f"hung: {_first(lines)}", part=part, at=lines[0].at)
+
+
+def _memory(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
+    lines = [one for several in _lines(seen, "oom", rules.kernel.window, now).values() for one in several]
+    trail = seen.trail("host", "", "oom_kills")
+    if fresh := [one for one in lines if not one.past]:
+        yield warn(Cause.USER, Remedy.NONE, f"killed for want of memory: {_first(fresh)}", at=fresh[0].at)
+    elif trail and trail.within(rules.kernel.window, now):
+        yield warn(Cause.USER, Remedy.NONE, "a process of this node was killed for want of memory", source="host")
+
+
+_KERNEL = ("kernel",)
+CHECKS = (
+    Check("kernel_io", _KERNEL, _disks, "I/O errors of disks, within a day",
+          "any: FAIL, exclude (cause storage); a completion that was polled: WARN; a discard that is refused: nothing",
+          "gcm"),
+    Check("kernel_filesystem", _KERNEL, _filesystems, "file systems in the kernel log, within a day",
+          "an error or read-only: FAIL, exclude (cause storage); a server that does not answer: WARN", "gcm"),
+    Check("kernel_mce", _KERNEL, _machine_checks, "machine checks, within a day",
+          "uncorrected, by the words or the status bit: FAIL, reboot; corrected, or of before this boot: WARN",
+          "ByteRobust (papers.md 2.2)"),
+    Check("kernel_nic", _KERNEL, _flaps, "links that went down, within an hour",
+          "kernel.flaps times on one InfiniBand port: FAIL, support; any: WARN", "gcm"),
+    Check("kernel_hung", _KERNEL, _hung, "tasks that the kernel calls hung, and soft lockups, within"
+          " kernel.hung_window", "any: WARN (cause node, or storage where the task's name says so)", "ours"),
+    Check("oom", ("kernel", "host"), _memory, "processes killed for want of memory",
+          "any since we look: WARN (cause user)", "ByteRobust (papers.md 2.2)", any_reader=True),
+)  # fmt: skip

@@ -1,0 +1,174 @@
+"""Xids as they were told: by the kernel log, NVML's events and DCGM's counts, each once.
+
+One Xid on one GPU within a burst is one event, whoever tells it and how often. The kernel log names a GPU by its bus,
+the others by its UUID, and NVML sometimes not at all: what is told of one GPU comes together once both names are known.
+
+The catalogue of Xids: what each number means, how grave it is, whose fault. Data in ``xids.csv``; how they are
+judged lies in :mod:`rrl.health.checks.xid`.
+
+Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest`` (docs/health.md). Meanings
+are after NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h, classes the union of NVSentinel's table,
+DCGM's and gcm's (``5b``: docs/sources.md). A site corrects a class in its rules ([xid.classes]).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from msgspec import Struct, convert
+
+from ...config.health_rules import XidClass, XidRules
+from ...core.types import Remedy
+
+AUTHORITY = 154
+"""the driver's own word on what a GPU needs"""
+GRAVEST: frozenset[XidClass] = frozenset(("node_out", "gpu_reset"))
+"""act also around our own kill of a step"""
+
+_ACTIONS = {
+    "none": None,
+    "drain p2p": Remedy.EXCLUDE,
+    "drain and reset": Remedy.RESET_GPU,
+    "gpu reset": Remedy.RESET_GPU,
+    "gpu reset required": Remedy.RESET_GPU,
+    "node reboot": Remedy.REBOOT,
+    "node reboot required": Remedy.REBOOT,
+}
+"""by the words in the text of Xid 154"""
+
+
+class Xid(Struct, frozen=True):
+    code: int
+    meaning: str
+    kind: XidClass
+    action: Remedy
+    """at once; of ``app`` it is the application that restarts"""
+    fault: str
+    """``gpu``, ``link``, ``application``, ``driver``, ``service``, ``sympathetic``, ``nobody`` or ``unknown``"""
+    source: str
+
+
+@cache
+def catalogue() -> dict[int, Xid]:
+    """By code. Reads the file beside this module once."""
+    with Path(__file__).with_name("xids.csv").open(newline="") as file:
+        rows = ({**row, "kind": row["class"]} for row in csv.DictReader(file))
+        return {int(row["code"]): convert(row, Xid, strict=False) for row in rows}
+
+
+def xid(code: int, rules: XidRules) -> Xid:
+    """Of the catalogue, with the class that the site gives it; of an unknown number one of class ``rest``."""
+    known = catalogue().get(code) or Xid(code, "not in the catalogue", "rest", Remedy.NONE, "unknown", "")
+    kind = rules.classes.get(str(code), known.kind)
+    if kind == known.kind:
+        return known
+    action = next(one.action for one in catalogue().values() if one.kind == kind)
+    return Xid(code, known.meaning, kind, action, known.fault, "site")
+
+
+def authority(text: str) -> tuple[bool, Remedy | None]:
+    """What the text of Xid 154 says: (it says something, what is needed; None: nothing).
+
+    ``GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)``; DCGM and NVML give no text."""
+    told = re.findall(r"\(([A-Za-z][A-Za-z0-9 ]*)\)", text.partition("changed")[2])
+    said = told[-1].strip().lower() if told else ""
+    return said in _ACTIONS, _ACTIONS.get(said)
+
+
+_PROCESS_NAME = re.compile(r"\bname=(?:\\x[0-9a-f]{2}|[^\\]){0,15}(?:, |$)")
+"""in an Xid's text: the user's choice, at most 15 bytes, which may hold commas"""
+
+
+def is_fatal(text: str) -> bool:
+    """Return whether the text of an NVLink Xid or an SXid says "fatal", and not "non-fatal", outside the name of the
+    user's process."""
+    driver_text = _PROCESS_NAME.sub("", text, count=1).lower().replace("nonfatal", "non-fatal")
+    return bool(re.search(r"(?<!non)(?<!non[- ])\bfatal\b", driver_text))
+
+
+_MOST = 500
+"""events that are remembered"""
+_KEPT = 2 * 86400.0
+"""s"""
+
+
+@dataclass(slots=True)
+class XidEvent:
+    gpu: str
+    """its UUID; its bus where no UUID is known; empty: nobody said which"""
+    code: int
+    at: float
+    """s, of the first telling"""
+    text: str = ""
+    """the newest telling that had words"""
+    text_at: float = 0.0
+    last: float = 0.0
+    """s, of the last telling that was no echo: by somebody who had told of it before"""
+    fatal: bool = False
+    """one telling said so"""
+    past: bool = False
+    """from before we looked"""
+    who: tuple[str, str] | None = None
+    """role and life that had the GPU"""
+    sources: set[str] = field(default_factory=set)
+    pci_exists: bool | None = None
+    """the kernel log's PCI address is of an NVIDIA device of this node; None: no kernel log told of it, or the node's
+    devices cannot be listed"""
+
+
+class XidLog:
+    def __init__(self, burst: float) -> None:
+        self._burst = burst
+        self._uuids: dict[str, str] = {}
+        self.events: list[XidEvent] = []
+        """oldest first"""
+
+    def add(self, event: XidEvent) -> None:
+        event.gpu = self.named(event.gpu)
+        event.fatal = event.fatal or is_fatal(event.text)
+        event.text_at, event.last = event.text_at or event.at, event.last or event.at
+        for known in reversed(self.events):
+            if known.code == event.code and self._same_gpu(known, event) and abs(event.at - known.at) <= self._burst:
+                _merge(known, event)
+                return
+        self.events.append(event)
+        self.events.sort(key=lambda one: one.at)
+        newest = self.events[-1].at
+        self.events = [one for one in self.events[-_MOST:] if one.at > newest - _KEPT]
+
+    def named(self, gpu: str) -> str:
+        """A GPU's UUID by its bus, where that is known."""
+        return self._uuids.get(gpu, gpu)
+
+    def name(self, uuids: Mapping[str, str]) -> None:
+        """UUIDs by bus, as NVML says: what was told by bus is told again by UUID."""
+        if not uuids.items() - self._uuids.items():
+            return
+        self._uuids.update(uuids)
+        events, self.events = self.events, []
+        for event in events:
+            self.add(event)
+
+    def within(self, window: float, now: float) -> Iterator[XidEvent]:
+        return (event for event in self.events if event.at > now - window)
+
+    def _same_gpu(self, one: XidEvent, other: XidEvent) -> bool:
+        return one.gpu == other.gpu or not one.gpu or not other.gpu
+
+
+def _merge(known: XidEvent, event: XidEvent) -> None:
+    known.gpu = known.gpu or event.gpu
+    known.fatal |= event.fatal
+    known.past &= event.past
+    if known.sources & event.sources:
+        known.last = max(known.last, event.last)
+    known.who = known.who or event.who
+    known.pci_exists = event.pci_exists if known.pci_exists is None else known.pci_exists or bool(event.pci_exists)
+    known.sources |= event.sources
+    if event.text and (not known.text or event.text_at >= known.text_at):
+        known.text, known.text_at = event.text, event.text_at

@@ -1,0 +1,33 @@
+"""All detectors of what a replica does and of whether a node is there. The tuples are ladders, best evidence first: of
+one replica or node, the first that speaks is heard. ``rrl.health.detection.detectors.base`` says what a detector is."""
+
+from __future__ import annotations
+
+from .base import Detector, Judged, NodeDetector, waits
+from .idleness import loads_idle, stands_idle
+from .liveness import (  # fmt: skip
+    adopt_overdue,
+    agent_silence,
+    exit_record,
+    never_joined,
+    never_left,
+    step_gone,
+    worker_silence,
+)
+from .node_liveness import node_down, node_flaps, node_lost
+from .probing import engine_dead, no_answer, suspected
+from .progress import idle, no_progress, phase_overdue, straggler, wait_long, wait_overdue
+
+__all__ = ["NODE_DETECTORS", "PRESENCE_DETECTORS", "PROGRESS_DETECTORS", "Detector", "Judged", "NodeDetector", "waits"]
+
+PRESENCE_DETECTORS: tuple[Detector, ...] = (
+    exit_record, step_gone, never_left, adopt_overdue, never_joined, worker_silence, agent_silence,
+)  # fmt: skip
+"""all that there is to say of an agent"""
+PROGRESS_DETECTORS: tuple[Detector, ...] = (
+    *PRESENCE_DETECTORS,
+    engine_dead, no_answer, no_progress, phase_overdue, stands_idle, loads_idle, wait_overdue, wait_long,
+    idle, suspected, straggler,
+)  # fmt: skip
+
+NODE_DETECTORS: tuple[NodeDetector, ...] = (node_down, node_lost, node_flaps)

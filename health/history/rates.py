@@ -1,0 +1,182 @@
+"""Failure rates with their intervals, and how long nodes were held. Pure; times in s.
+
+A count ``k`` of failures over an exposure ``T`` is taken for Poisson's. The interval of its rate is the exact one
+(Garwood 1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``; that of the
+mean time between failures is its inverse. It contains the truth at least as often as it says, also for few failures.
+
+Lemons: nodes that fail again and again, each time for a reason that looks small. Pure.
+
+Signals of the last 28 days, as Meta found them telling (docs/sources.md, "lemon nodes"). Each occurrence of a signal
+``s`` leaves ``1 - weight(s)`` of the trust in a node:
+
+    score = 1 - Π (1 - weight(s)) ** count(s)
+
+so that it lies between 0 and 1, grows with each occurrence and never depends on an order; but what one user says takes
+at most half of the trust (:mod:`rrl.health.report.corroboration`), so that nobody alone makes a node a lemon. A node is
+a lemon only with two keys: a score of at least ``LEMON``, and signals on at least two days. The weights are ours; Meta
+set thresholds of its own by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+CONFIDENCE = 0.95
+DAY = 86400.0
+_STEPS = 200
+"""halvings; each gives a binary digit"""
+
+
+class Rate(Struct, frozen=True):
+    """Failures per unit of exposure, and the interval of ``confidence``. ``high`` None: no bound, nothing was seen."""
+
+    failures: int
+    exposure: float
+    value: float | None
+    low: float | None
+    high: float | None
+    confidence: float = CONFIDENCE
+
+
+def per(failures: int, exposure: float, unit: float = 1.0, confidence: float = CONFIDENCE) -> Rate:
+    """Failures per ``unit`` of exposure."""
+    if exposure <= 0:
+        return Rate(failures, 0.0, None, None, None, confidence)
+    low, high = poisson_interval(failures, confidence)
+    scale = unit / exposure
+    return Rate(failures, exposure, failures * scale, low * scale, high * scale, confidence)
+
+
+def between(failures: int, exposure: float, confidence: float = CONFIDENCE) -> Rate:
+    """Mean exposure between two failures; without any, only a lower bound is known."""
+    if exposure <= 0:
+        return Rate(failures, 0.0, None, None, None, confidence)
+    low, high = poisson_interval(failures, confidence)
+    mean = exposure / failures if failures else None
+    return Rate(failures, exposure, mean, exposure / high, exposure / low if low else None, confidence)
+
+
+def poisson_interval(count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Exact interval of a Poisson mean of which ``count`` was seen."""
+    tail = (1 - confidence) / 2
+    return (gamma_quantile(tail, count) if count else 0.0), gamma_quantile(1 - tail, count + 1)
+
+
+def poisson_at_least(count: int, mean: float) -> float:
+    """Probability of so many or more where ``mean`` is expected."""
+    return 1.0 if count <= 0 else gamma_share(mean, count)
+
+
+def gamma_quantile(share: float, shape: int) -> float:
+    """Of the gamma distribution with scale 1: ``x`` below which so much of it lies."""
+    low, high = 0.0, float(shape)
+    while gamma_share(high, shape) < share:
+        high *= 2
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if gamma_share(middle, shape) < share else (low, middle)
+    return (low + high) / 2
+
+
+def gamma_share(x: float, shape: int) -> float:
+    """What of it lies below ``x``: the regularized lower incomplete gamma function, by its series or, beyond the mean,
+    by one minus the Poisson sum."""
+    if x <= 0:
+        return 0.0
+    if x > shape:
+        terms = (math.exp(-x + i * math.log(x) - math.lgamma(i + 1)) for i in range(shape))
+        return max(0.0, 1.0 - math.fsum(terms))
+    term = math.exp(-x + shape * math.log(x) - math.lgamma(shape + 1))
+    total, i = 0.0, shape
+    while term > total * 1e-17:
+        total += term
+        i += 1
+        term *= x / i
+    return min(1.0, total)
+
+
+# ── exposure ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+Span = tuple[float, float]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """What any of them covers: a node that two runs share is there once."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def within(spans: Iterable[Span], since: float, until: float) -> list[Span]:
+    return [(max(start, since), min(end, until)) for start, end in spans if end > since and start < until]
+
+
+def length(spans: Iterable[Span]) -> float:
+    return math.fsum(end - start for start, end in spans)
+
+
+WINDOW = 28 * DAY
+"""s (Meta: 28 days)"""
+LEMON = 0.7
+UNLIKELY = 0.01
+"""probability of so many failures on a node like all others, below which it counts as a signal"""
+
+WEIGHTS = {
+    "node_failures_alone": 0.30,
+    "failure_rate": 0.30,
+    "out_of_service": 0.20,
+    "hardware_findings": 0.15,
+    "xids": 0.10,
+    "excluded_by_users": 0.10,
+    "node_failures_together": 0.05,
+}
+"""``node_failures_alone``: incidents of infrastructure that no other node shared; ``failure_rate``: 1 where it fails
+significantly more often than the site's nodes do; ``out_of_service``: days on which it was drained, or a drain was
+asked for; ``hardware_findings``: days on which a check failed, with proof or on no other node; ``xids``: findings of
+Xids; ``excluded_by_users``: users whose runs left it (of the same user, once: the weakest of Meta's signals);
+``node_failures_together``: incidents that others had at the same time, so that the fabric is as likely"""
+
+
+class Signals(Struct, frozen=True):
+    """Counts within the window; ``days``: different days with any of them."""
+
+    node_failures_alone: int = 0
+    node_failures_together: int = 0
+    failure_rate: int = 0
+    out_of_service: int = 0
+    hardware_findings: int = 0
+    xids: int = 0
+    excluded_by_users: int = 0
+    days: int = 0
+
+
+class Lemon(Struct, frozen=True):
+    score: float
+    lemon: bool
+    signals: Signals
+
+
+def judged(signals: Signals, most: float = 1.0) -> Lemon:
+    """``most``: what the score can be at most, by who says so."""
+    trust = 1.0
+    for name, weight in WEIGHTS.items():
+        trust *= (1 - weight) ** getattr(signals, name)
+    score = round(min(1 - trust, most), 3)
+    return Lemon(score, score >= LEMON and signals.days >= 2, signals)
+
+
+def fails_more(failures: int, held: float, site_failures: int, site_held: float) -> bool:
+    """Whether so many failures of one node are too many for the rate of the others; ``held``: s."""
+    others, rest = site_failures - failures, site_held - held
+    if failures < 2 or rest <= 0:
+        return False
+    expected = max(others, 1) / rest * held  # with none elsewhere, as if there were one: never infinitely unlikely
+    return poisson_at_least(failures, expected) < UNLIKELY

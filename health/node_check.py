@@ -1,0 +1,103 @@
+"""One node, now: read, judge, one verdict. What ``rrl health check`` and admission do.
+
+Most looks are one reading. Where it shows something bad that is no proof, the readers concerned are asked again until
+it has been seen often enough to condemn, or not again; if there is no time left for that, it stays a WARN.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from msgspec import structs
+
+from ..config.health_rules import Rules
+from ..core.types import WORST_FIRST, Finding, NodeName, Verdict
+from .checks.evaluate import CHECKS, judge, pending, tells_nothing
+from .checks.node_state import Seen
+from .readers.base import ReaderOptions
+from .readers.isolation.client import read_all
+from .readers.samples import READERS, Reading
+
+PAUSE = 1.0
+"""s between two looks at what is no proof"""
+RATES = 2.0
+"""s between two readings where counters' rises are asked for"""
+_REST_OF_HOST_S = 5.0
+"""The part of a look's time that starting a reader's process and reading the host's other values may take. The rest is
+for mounts that hang."""
+CODES = {Verdict.OK: 0, Verdict.WARN: 1, Verdict.FAIL: 2, Verdict.UNKNOWN: 3}
+"""exit codes"""
+
+Read = Callable[[Sequence[str], float, ReaderOptions], list[Reading]]
+
+
+def check_node(
+    rules: Rules,
+    within: float,
+    *,
+    node: NodeName = NodeName("here"),
+    mounts: Collection[str] = (),
+    vacant: Collection[str] = (),
+    only: Collection[str] = (),
+    rates: bool = False,
+    options: ReaderOptions = ReaderOptions(),
+    read: Read = read_all,
+) -> list[Finding]:
+    """All verdicts on this node, OK and UNKNOWN too. Blocks for about ``within`` s at most, and some for readers that
+    hang to be ended.
+
+    ``mounts``: paths besides the rules' that must answer. ``vacant``: GPUs (UUIDs, indices, or ``every``) that nobody
+    may use: a role is about to start. ``only``: names of checks; empty: all. ``rates``: read twice, so that counters
+    that rise now are seen. Raises OSError where no process can be started."""
+    rules = _narrowed(rules, only)
+    paths = tuple(dict.fromkeys((*options.mounts, *rules.expect.mounts, *mounts)))
+    options = structs.replace(
+        options, mounts=paths, mounts_within=mounts_within(rules, within),
+        dcgm_user=rules.readers.dcgm_user or options.dcgm_user,
+    )  # fmt: skip
+    wanted, deadline, seen = _readers(rules), time.monotonic() + within, Seen(rules.xid.burst)
+    seen.vacant(vacant)
+    findings = _look(seen, wanted, within, node, rules, options, read)
+    again, pause = (set(wanted), RATES) if rates else (pending(seen), PAUSE)
+    while again and (left := deadline - time.monotonic() - pause) > 0:
+        time.sleep(pause)
+        findings = _look(seen, [name for name in wanted if name in again], left, node, rules, options, read)
+        again, pause = pending(seen), PAUSE
+    return findings
+
+
+def mounts_within(rules: Rules, within: float) -> float:
+    """Return the time (s) that a path has to answer in a look of ``within`` s. It is long enough to condemn a path that
+    hangs, if the look is long enough."""
+    return max(1.0, min(rules.host.mount_hung, within - _REST_OF_HOST_S))
+
+
+def overall(findings: Collection[Finding]) -> Verdict:
+    """Of the node: the worst. UNKNOWN only where nothing is worse and something that should be known is not: a reader
+    hangs or breaks, or what the rules expect cannot be looked at. What is not here, or not this user's to read, says
+    nothing of the node."""
+    found = {finding.verdict for finding in findings if not tells_nothing(finding)}
+    return next((verdict for verdict in WORST_FIRST if verdict in found), Verdict.OK)
+
+
+def _look(
+    seen: Seen, readers: Sequence[str], within: float, node: NodeName, rules: Rules, options: ReaderOptions, read: Read
+) -> list[Finding]:
+    for reading in read(readers, within, options):
+        seen.add(reading)
+    return judge(seen, node, rules, time.monotonic())
+
+
+def _narrowed(rules: Rules, only: Collection[str]) -> Rules:
+    if not only:
+        return rules
+    off = {check.name: "off" for check in CHECKS if check.name not in only}
+    return structs.replace(rules, checks={**rules.checks, **off})
+
+
+def _readers(rules: Rules) -> list[str]:
+    """Those that a check needs. The check of the readers themselves needs none that no other one does."""
+    on = [c for c in CHECKS if rules.checks.get(c.name) != "off"]
+    needed = {reader for check in on if check.name != "readers" for reader in check.readers}
+    return [name for name in READERS if name in needed or not needed]

@@ -1,0 +1,216 @@
+"""What dcgm-exporter and ``dcgmi`` write, as values. Pure.
+
+Shapes: dcgm-exporter 4.x, internal/pkg/rendermetrics/render_metrics.go and etc/default-counters.csv;
+``dcgmi health -j`` from NVIDIA/DCGM, dcgmi/Health.cpp (GenerateOutputFromResponse) and dcgmi/DcgmiOutput.h (body,
+value, children, overflow); ``dcgmi diag -j`` from nvvs/include/NvvsJsonStrings.h, and as DCGM 4.2.3 wrote it on a GB10.
+
+DCGM's error codes: by number as ``dcgmi diag -j`` tells them, and by message, for ``dcgmi health -c -j`` tells none.
+
+Source: NVIDIA/DCGM, dcgmlib/dcgm_errors.h (``dcgmError_enum`` and the ``*_MSG`` texts), without the prefix DCGM_FR_.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any, Literal
+
+import msgspec
+
+from ..samples import DcgmIncident
+
+_NAMES = """
+OK UNKNOWN UNRECOGNIZED PCI_REPLAY_RATE VOLATILE_DBE_DETECTED VOLATILE_SBE_DETECTED PENDING_PAGE_RETIREMENTS
+RETIRED_PAGES_LIMIT RETIRED_PAGES_DBE_LIMIT CORRUPT_INFOROM CLOCKS_EVENT_THERMAL POWER_UNREADABLE CLOCKS_EVENT_POWER
+NVLINK_ERROR_THRESHOLD NVLINK_DOWN NVSWITCH_FATAL_ERROR NVSWITCH_NON_FATAL_ERROR NVSWITCH_DOWN NO_ACCESS_TO_FILE
+NVML_API DEVICE_COUNT_MISMATCH BAD_PARAMETER CANNOT_OPEN_LIB DENYLISTED_DRIVER NVML_LIB_BAD GRAPHICS_PROCESSES
+HOSTENGINE_CONN FIELD_QUERY BAD_CUDA_ENV PERSISTENCE_MODE LOW_BANDWIDTH HIGH_LATENCY CANNOT_GET_FIELD_TAG
+FIELD_VIOLATION FIELD_THRESHOLD FIELD_VIOLATION_DBL FIELD_THRESHOLD_DBL UNSUPPORTED_FIELD_TYPE FIELD_THRESHOLD_TS
+FIELD_THRESHOLD_TS_DBL THERMAL_VIOLATIONS THERMAL_VIOLATIONS_TS TEMP_VIOLATION THROTTLING_VIOLATION INTERNAL
+PCIE_GENERATION PCIE_WIDTH ABORTED TEST_DISABLED CANNOT_GET_STAT STRESS_LEVEL CUDA_API FAULTY_MEMORY CANNOT_SET_WATCHES
+CUDA_UNBOUND ECC_DISABLED MEMORY_ALLOC CUDA_DBE MEMORY_MISMATCH CUDA_DEVICE ECC_UNSUPPORTED ECC_PENDING
+MEMORY_BANDWIDTH TARGET_POWER API_FAIL API_FAIL_GPU CUDA_CONTEXT DCGM_API CONCURRENT_GPUS TOO_MANY_ERRORS
+NVLINK_CRC_ERROR_THRESHOLD NVLINK_ERROR_CRITICAL ENFORCED_POWER_LIMIT MEMORY_ALLOC_HOST GPU_OP_MODE NO_MEMORY_CLOCKS
+NO_GRAPHICS_CLOCKS HAD_TO_RESTORE_STATE L1TAG_UNSUPPORTED L1TAG_MISCOMPARE ROW_REMAP_FAILURE UNCONTAINED_ERROR
+EMPTY_GPU_LIST DBE_PENDING_PAGE_RETIREMENTS UNCORRECTABLE_ROW_REMAP PENDING_ROW_REMAP BROKEN_P2P_MEMORY_DEVICE
+BROKEN_P2P_WRITER_DEVICE NVSWITCH_NVLINK_DOWN EUD_BINARY_PERMISSIONS EUD_NON_ROOT_USER EUD_SPAWN_FAILURE EUD_TIMEOUT
+EUD_ZOMBIE EUD_NON_ZERO_EXIT_CODE EUD_TEST_FAILED FILE_CREATE_PERMISSIONS PAUSE_RESUME_FAILED PCIE_H_REPLAY_VIOLATION
+GPU_EXPECTED_NVLINKS_UP NVSWITCH_EXPECTED_NVLINKS_UP XID_ERROR SBE_VIOLATION DBE_VIOLATION PCIE_REPLAY_VIOLATION
+SBE_THRESHOLD_VIOLATION DBE_THRESHOLD_VIOLATION PCIE_REPLAY_THRESHOLD_VIOLATION CUDA_FM_NOT_INITIALIZED SXID_ERROR
+GFLOPS_THRESHOLD_VIOLATION NAN_VALUE
+"""
+_NUMBERED = _NAMES.split()
+"""by their number, from 0"""
+
+_MESSAGES = tuple(
+    (code, re.compile(message, re.IGNORECASE))
+    for code, message in (
+        ("PCI_REPLAY_RATE", r"more than \d+ PCIe replays per minute"),
+        ("VOLATILE_DBE_DETECTED", r"volatile double-bit ECC error"),
+        ("VOLATILE_SBE_DETECTED", r"single-bit ECC error\(s\) detected"),
+        ("DBE_PENDING_PAGE_RETIREMENTS", r"Pending page retirements together with a DBE"),
+        ("PENDING_PAGE_RETIREMENTS", r"pending retired page has been detected"),
+        ("RETIRED_PAGES_LIMIT", r"or more retired pages have been detected"),
+        ("RETIRED_PAGES_DBE_LIMIT", r"excess of \d+ retired pages due to DBEs"),
+        ("CORRUPT_INFOROM", r"corrupt InfoROM"),
+        ("CLOCKS_EVENT_THERMAL", r"clock(?:s event| throttling)\b.* due to thermal"),
+        ("CLOCKS_EVENT_POWER", r"clock(?:s event| throttling)\b.* due to power"),
+        ("POWER_UNREADABLE", r"Cannot reliably read the power usage"),
+        ("NVLINK_CRC_ERROR_THRESHOLD", r"NvLink errors found occur+ing per second"),
+        ("NVLINK_ERROR_CRITICAL", r"NvLink errors on GPU \d+'s NVLink \(should be 0\)"),
+        ("NVLINK_ERROR_THRESHOLD", r"NvLink errors on GPU \d+'s NVLink which exceeds threshold"),
+        ("NVSWITCH_DOWN", r"NvSwitch physical ID \d+'s NvLink port \d+ is currently down"),
+        ("NVLINK_DOWN", r"GPU \d+'s NvLink link -?\d+ is currently down"),
+        ("NVSWITCH_NVLINK_DOWN", r"NVSwitch \d+'s NvLink \d+ is down"),
+        ("NVSWITCH_EXPECTED_NVLINKS_UP", r"NvSwitch \d+ - Only \d+ NvLinks are up"),
+        ("GPU_EXPECTED_NVLINKS_UP", r"(?<!- )Only \d+ NvLinks are up out of the expected"),
+        ("NVSWITCH_NON_FATAL_ERROR", r"nonfatal errors on NvSwitch"),
+        ("NVSWITCH_FATAL_ERROR", r"\bfatal errors on NvSwitch"),
+        ("SXID_ERROR", r"fatal NvSwitch SXID"),
+        ("XID_ERROR", r"Detected XID \d+"),
+        ("ROW_REMAP_FAILURE", r"row remapping failed"),
+        ("PENDING_ROW_REMAP", r"row remappings are pending"),
+        ("UNCORRECTABLE_ROW_REMAP", r"uncorrectable memory errors and \d+ rows were remapped"),
+        ("UNCONTAINED_ERROR", r"uncontained error"),
+        ("ECC_PENDING", r"ECC memory for GPU \d+ is in a pending state"),
+        ("PERSISTENCE_MODE", r"Persistence mode for GPU \d+ is (?:currently )?disabled"),
+        ("TOO_MANY_ERRORS", r"only return up to four errors per system"),
+    )
+)
+
+
+def by_number(number: object) -> str:
+    """Empty for a number of a later DCGM, or none."""
+    return _NUMBERED[number] if isinstance(number, int) and 0 < number < len(_NUMBERED) else ""
+
+
+def by_text(text: str) -> tuple[str, ...]:
+    """The codes of all messages that ``text`` holds: dcgmi strings those of one system together."""
+    return tuple(code for code, message in _MESSAGES if message.search(text))
+
+
+XID_COUNT = "DCGM_EXP_XID_ERRORS_COUNT"
+"""Xids of the exporter's last window (``window_size_in_ms``), by code. DCGM_FI_DEV_XID_ERRORS is none of ours: a gauge
+that holds the last code until another comes"""
+XID_TOTAL = "DCGM_EXP_XID_ERRORS_TOTAL"
+"""Xids since the exporter began, by code: a true counter, of dcgm-exporter 4.8 and newer, where it is switched on"""
+TENSOR = "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"
+DOUBLE_BIT = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
+REMAP_FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
+_WANTED = (XID_COUNT, XID_TOTAL, TENSOR, DOUBLE_BIT, REMAP_FAILED)
+_BLANK = 2.0**47
+"""DCGM's blank values (dcgm_structs.h: DCGM_FP64_BLANK, and DCGM_INT64_BLANK far above) and what is beyond sense"""
+_SAMPLE = re.compile(r'(\w+)\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s+(\S+)')
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_HARMLESS = (1, 5)
+"""severities of failed tests that do not stop work: monitor, and what can be configured (dcgmErrorSeverity_enum)"""
+
+
+class NotUnderstood(Exception):
+    """The text is none of the shapes above; what it says instead."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    metric: str
+    labels: dict[str, str]
+    value: float
+
+
+def samples(text: str) -> Iterator[Sample]:
+    """The metrics that we want; lines that are none, and blank values, are passed over."""
+    for line in text.splitlines():
+        if not line.startswith(_WANTED):
+            continue
+        match = _SAMPLE.match(line)
+        if match is None or match[1] not in _WANTED:
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        if isfinite(value) and 0 <= value < _BLANK:
+            yield Sample(match[1], {key: _plain(held) for key, held in _LABEL.findall(match[2])}, value)
+
+
+def health(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
+    """``dcgmi health -c -j``; ``uuids``: of GPUs by DCGM's number, as far as known. Raises NotUnderstood."""
+    body = _object(text).get("body")
+    if not isinstance(body, dict) or "Overall Health" not in body:
+        raise NotUnderstood(_first_line(text))
+    found: list[DcgmIncident] = []
+    for group, entities in body.items():
+        for number, entity in _children(entities):
+            for system, error in _children(dict(_children(entity)).get("Errors", {})):
+                severity: Literal["warn", "fail"] = "warn" if error.get("value") == "Warning" else "fail"
+                said = " ".join(str(part) for part in error.get("overflow") or ())
+                gpu = uuids.get(number, number) if group == "GPU" else ""
+                name = system.removesuffix(" system") if gpu else f"{group} {number} {system.removesuffix(' system')}"
+                for code in by_text(said) or ("",):
+                    found.append(DcgmIncident(gpu, name, code, severity, said))
+    return tuple(found)
+
+
+def diag(text: str, uuids: Mapping[str, str]) -> tuple[DcgmIncident, ...]:
+    """The failed tests of ``dcgmi diag -j``. Raises NotUnderstood."""
+    root = _object(text)
+    said = root.get("DCGM Diagnostic") or root.get("DCGM GPU Diagnostic") or root
+    categories = said.get("test_categories") if isinstance(said, dict) else None
+    if not isinstance(categories, list):
+        error = said.get("runtime_error") if isinstance(said, dict) else None
+        raise NotUnderstood(str(error) if error else _first_line(text))
+    found: list[DcgmIncident] = []
+    for category in filter(_is_object, categories):
+        for test in filter(_is_object, category.get("tests") or ()):
+            for result in filter(_is_object, test.get("results") or ()):
+                if str(result.get("status", "")).lower().startswith("fail"):
+                    found += _failed(str(test.get("name", "?")), result, uuids)
+    return tuple(found)
+
+
+def _failed(test: str, result: dict[str, Any], uuids: Mapping[str, str]) -> Iterator[DcgmIncident]:
+    warnings = list(filter(_is_object, result.get("warnings") or ())) or [{}]
+    for gpu in _gpus(result):
+        for warning in warnings:
+            text = " ".join(str(warning.get("warning", "failed")).split())
+            code = by_number(warning.get("error_id")) or next(iter(by_text(text)), "")
+            severity: Literal["warn", "fail"] = "warn" if warning.get("error_severity") in _HARMLESS else "fail"
+            yield DcgmIncident(uuids.get(gpu, gpu), test, code, severity, text, "diag")
+
+
+def _gpus(result: dict[str, Any]) -> list[str]:
+    """Numbers of the GPUs that a result is about: DCGM 4 tells an entity, DCGM 2 and 3 ``gpu_id`` or ``gpu_ids``."""
+    if "entity_id" in result:
+        return [str(result["entity_id"])] if result.get("entity_group", "GPU") == "GPU" else [""]
+    told = str(result.get("gpu_ids", result.get("gpu_id", "")))
+    return [gpu.strip() for gpu in told.split(",")]
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON document within what a command wrote: banners may stand before it."""
+    try:
+        found = msgspec.json.decode(text[text.index("{") : text.rindex("}") + 1])
+    except (ValueError, msgspec.DecodeError):
+        raise NotUnderstood(_first_line(text)) from None
+    if not isinstance(found, dict):
+        raise NotUnderstood(_first_line(text))
+    return found
+
+
+def _children(of: object) -> list[tuple[str, dict[str, Any]]]:
+    below = of.get("children") if isinstance(of, dict) else None
+    return [(name, one) for name, one in below.items() if isinstance(one, dict)] if isinstance(below, dict) else []
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _first_line(text: str) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line[:200] or "it wrote nothing"
+
+
+def _plain(text: str) -> str:
+    """A label's value as it was before it was written."""
+    return text.replace('\\"', '"').replace("\\n", "\n").replace("\\\\", "\\") if "\\" in text else text

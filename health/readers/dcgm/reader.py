@@ -1,0 +1,244 @@
+"""DCGM: the metrics of a dcgm-exporter on this node, and ``dcgmi health`` and ``dcgmi diag`` where installed.
+
+No library of DCGM is loaded. Health watches are the site's to set (``dcgmi health -s a``); we ask for their result.
+
+Any user may listen where nobody does, and call it dcgm-exporter or DCGM's host engine. Either is believed only if its
+port belongs to root or the site's ``readers.dcgm_user``; the command ``dcgmi`` is run only if its file does. Of which
+GPUs they may speak is checked by :class:`rrl.health.checks.node_state.Seen`, which also knows what NVML says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+
+from ..base import Absent, ReaderOptions
+from ..samples import DcgmData, DcgmGpu, DcgmIncident
+from ..trust import NotTrusted, check_listener, check_program, trusted_uids
+from . import parsing
+
+HEALTH_EVERY = 60.0
+"""s between two runs of ``dcgmi health``: each starts a program, which would be our greatest cost of all"""
+_EXPORTER_WITHIN = 4.0
+_HEALTH_WITHIN = 8.0
+_DIAG_WITHIN = 150.0
+"""s; ``-r 1`` takes some 30 s with eight GPUs (peers.md 5a), and DCGM lets diagnostics wait for one another"""
+HOSTENGINE_PORT = 5555
+"""of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default"""
+_PAGE_MOST = 1 << 24
+_CHUNK = 1 << 16
+
+
+class _Unread(Exception):
+    """Why a part could not be read."""
+
+
+class DcgmReader:
+    name = "dcgm"
+    every = 15.0
+
+    def __init__(self, options: ReaderOptions) -> None:
+        self._options = options
+        self._window: dict[tuple[str, int], int] = {}
+        """Xids that the exporter counted in its last window, by UUID and code"""
+        self._totals: dict[tuple[str, int], int] = {}
+        self._uuids: dict[str, str] = {}
+        """by DCGM's number of the GPU"""
+        self._incidents: tuple[DcgmIncident, ...] = ()
+        self._health_unread = ""
+        self._health_due = 0.0
+        self._health_at: float | None = None
+        self._diagnosed: tuple[DcgmIncident, ...] | str | None = None
+        self.within = 20.0 + (_DIAG_WITHIN if options.diag else 0.0)
+
+    def read(self) -> DcgmData:
+        """Raises Absent when there is neither an exporter nor a dcgmi."""
+        unread: dict[str, str] = {}
+        gpus: tuple[DcgmGpu, ...] = ()
+        try:
+            gpus = self._metrics(self._page())
+        except _Unread as error:
+            unread["exporter"] = str(error)
+        program = _program(self._options.dcgmi)
+        if program is None:
+            if "exporter" in unread:
+                raise Absent(f"no dcgm-exporter ({unread['exporter']}), and {self._options.dcgmi} is not installed")
+            unread["health"] = f"{self._options.dcgmi} is not installed"
+        elif time.monotonic() >= self._health_due:
+            self._health_at = time.monotonic()
+            self._health_due = self._health_at + HEALTH_EVERY
+            self._check(program)
+        if program is not None and self._health_unread:
+            unread["health"] = self._health_unread
+        incidents = self._incidents + self._diag(program, unread)
+        return DcgmData(gpus, incidents, unread, self._health_at, self._gpus_of_the_driver())
+
+    def close(self) -> None:
+        pass
+
+    def _page(self) -> str:
+        """The exporter's metrics, if the exporter may be believed. Raises _Unread.
+
+        Asked before and after: whoever takes the port for a moment while the exporter restarts is seen at one of them.
+        """
+        host, port, path = _place(self._options.exporter)
+        try:
+            trusted = trusted_uids(self._options.dcgm_user)
+            check_listener(self._options.proc, port, trusted)
+            page = _get(host, port, path)
+            check_listener(self._options.proc, port, trusted)
+        except NotTrusted as error:
+            raise _Unread(f"{self._options.exporter}: {error}") from None
+        return page
+
+    def _run(
+        self, argv: list[str], within: float, understand: Callable[[str], tuple[DcgmIncident, ...]]
+    ) -> tuple[DcgmIncident, ...]:
+        """Run a ``dcgmi`` command and return the incidents that ``understand`` finds in its output. Raises _Unread,
+        also where the program or the host engine that it asks belongs neither to root nor to the site's user."""
+        try:
+            trusted = trusted_uids(self._options.dcgm_user)
+            check_program(argv[0], trusted)
+            check_listener(self._options.proc, HOSTENGINE_PORT, trusted)
+        except (NotTrusted, OSError) as error:
+            raise _Unread(f"{self._options.dcgmi}: {error}") from None
+        return _run(argv, within, understand)
+
+    def _gpus_of_the_driver(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that the driver lists; of one that is not in use it may not know it (``GPU-????...``)."""
+        found: list[str] = []
+        folder = f"{self._options.proc}/driver/nvidia/gpus"
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(folder)):
+                with contextlib.suppress(OSError), open(f"{folder}/{name}/information") as file:
+                    found += re.findall(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", file.read(), re.MULTILINE)
+        return tuple(found)
+
+    def _metrics(self, page: str) -> tuple[DcgmGpu, ...]:
+        gpus: dict[str, dict[str, float]] = {}
+        window: dict[tuple[str, int], int] = {}
+        counter: dict[tuple[str, int], int] = {}
+        numbers: dict[str, int] = {}
+        for sample in parsing.samples(page):
+            uuid = sample.labels.get("UUID") or sample.labels.get("uuid") or ""
+            number = sample.labels.get("gpu", "")
+            if not uuid:
+                continue
+            if number.isdigit():
+                self._uuids[number], numbers[uuid] = uuid, int(number)
+            most = gpus.setdefault(uuid, {})
+            code = sample.labels.get("xid", "")
+            if sample.metric in (parsing.XID_COUNT, parsing.XID_TOTAL):
+                if code.isdigit():
+                    counts = window if sample.metric == parsing.XID_COUNT else counter
+                    counts[uuid, int(code)] = int(sample.value)
+            else:  # a GPU in instances (MIG) has a line for each
+                most[sample.metric] = max(sample.value, most.get(sample.metric, 0.0))
+        self._count(counter or window)
+        return tuple(self._gpu(uuid, numbers.get(uuid), most) for uuid, most in gpus.items())
+
+    def _count(self, window: dict[tuple[str, int], int]) -> None:
+        """The exporter counts since its begin, or within a window that moves on; totals are what was added. One that
+        comes as an old one leaves is missed: NVML and the kernel log are there for the single event."""
+        for key, count in window.items():
+            self._totals[key] = self._totals.get(key, 0) + max(0, count - self._window.get(key, 0))
+        self._window = window
+
+    def _gpu(self, uuid: str, number: int | None, most: dict[str, float]) -> DcgmGpu:
+        double, failed = most.get(parsing.DOUBLE_BIT), most.get(parsing.REMAP_FAILED)
+        return DcgmGpu(
+            uuid=uuid, index=number, tensor_active=most.get(parsing.TENSOR),
+            xid_counts={code: total for (of, code), total in self._totals.items() if of == uuid},
+            ecc_volatile_uncorrected=None if double is None else int(double),
+            remap_failed=None if failed is None else failed > 0,
+        )  # fmt: skip
+
+    def _check(self, program: str) -> None:
+        self._incidents, self._health_unread = (), ""
+        try:
+            self._incidents = self._run([program, "health", "-c", "-j"], _HEALTH_WITHIN, self._health)
+        except _Unread as error:
+            self._health_unread = str(error)
+
+    def _health(self, text: str) -> tuple[DcgmIncident, ...]:
+        return parsing.health(text, self._uuids)
+
+    def _diag(self, program: str | None, unread: dict[str, str]) -> tuple[DcgmIncident, ...]:
+        """Once in a reader's life; its result is told with every reading from then on."""
+        if not self._options.diag:
+            return ()
+        if program is None:
+            unread["diag"] = f"{self._options.dcgmi} is not installed"
+            return ()
+        if self._diagnosed is None:
+            argv = [program, "diag", "-r", "1", "-j"]
+            try:
+                self._diagnosed = self._run(argv, _DIAG_WITHIN, lambda text: parsing.diag(text, self._uuids))
+            except _Unread as error:
+                self._diagnosed = str(error)
+        if isinstance(self._diagnosed, str):
+            unread["diag"] = self._diagnosed
+            return ()
+        return self._diagnosed
+
+
+def _program(name: str) -> str | None:
+    folders = [""] if os.sep in name else os.environ.get("PATH", os.defpath).split(os.pathsep)
+    paths = (os.path.join(folder, name) for folder in folders)
+    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+
+
+def _run(
+    argv: list[str], within: float, understand: Callable[[str], tuple[DcgmIncident, ...]]
+) -> tuple[DcgmIncident, ...]:
+    """Raises _Unread."""
+    from ..isolation import process  # here: most nodes have no dcgmi, and subprocess costs memory
+
+    try:
+        return understand(process.output(argv, within))
+    except (OSError, process.TimedOut) as error:
+        raise _Unread(str(error)) from None
+    except parsing.NotUnderstood as error:
+        raise _Unread(f"{' '.join(argv[1:3])}: {error}") from None
+
+
+def _place(url: str) -> tuple[str, int, str]:
+    """Host, port and path. Raises _Unread."""
+    scheme, _, rest = url.partition("://")
+    place, _, path = rest.partition("/")
+    host, _, port = place.partition(":")
+    if scheme != "http" or host != "127.0.0.1" or not port.isdigit():
+        raise _Unread(f"{url}: only http://127.0.0.1:PORT/PATH is read")
+    return host, int(port), path
+
+
+def _get(host: str, port: int, path: str) -> str:
+    """The page. HTTP/1.0 by hand: urllib.request alone would take 6 MiB. Raises _Unread."""
+    place = f"{host}:{port}"
+    url = f"http://{place}/{path}"
+    deadline = time.monotonic() + _EXPORTER_WITHIN
+    page = bytearray()
+    try:
+        with socket.create_connection((host, port), _EXPORTER_WITHIN) as line:
+            line.sendall(f"GET /{path} HTTP/1.0\r\nHost: {place}\r\nAccept: text/plain\r\n\r\n".encode())
+            while len(page) < _PAGE_MOST:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                line.settimeout(left)
+                if not (data := line.recv(_CHUNK)):
+                    break
+                page += data
+    except TimeoutError:
+        raise _Unread(f"{url} did not answer within {_EXPORTER_WITHIN:g} s") from None
+    except OSError as error:
+        raise _Unread(f"{url}: {os.strerror(error.errno) if error.errno else error}") from None
+    head, found, body = bytes(page).partition(b"\r\n\r\n")
+    status = head.split(b"\r\n", 1)[0].decode(errors="replace")
+    if not found or status.split()[1:2] != ["200"]:
+        raise _Unread(f"{url}: {status[:100] or 'no answer'}")
+    return body.decode(errors="replace")

@@ -1,0 +1,91 @@
+"""A child process that ends with its parent and holds nothing of it; and words for how it ended, or why it does not.
+
+A program run with a deadline: asked to end before it is made to. Imported only where one is run: it costs memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Collection, Sequence
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def dies_with(parent: int, number: signal.Signals) -> None:
+    """The kernel sends us ``number`` when the thread that started us ends. Our parent may have ended before this call:
+    then we end here."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def let_go(keep: Collection[int]) -> None:
+    """Close what a fork has left open, stdout and stderr and ``keep`` excepted; stdin becomes empty. Whoever waits for
+    the end of one of those lines would wait for us too."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    start = 3
+    for fd in sorted(keep):
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+
+
+def where(pid: int) -> str:
+    """For a process in uninterruptible sleep: that it is, and in which call, where that may be read."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+        if text[text.rindex(b")") + 2 :][:1] != b"D":
+            return ""
+        with open(f"/proc/{pid}/wchan") as file:
+            call = file.read()
+    except (OSError, ValueError):
+        return ""
+    return f", in the kernel (state D{', ' + call if call not in ('', '0') else ''})"
+
+
+def how(status: int) -> str:
+    """``status`` as waitpid gives it."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+
+
+TERM_WITHIN = 3.0
+"""s from SIGTERM to SIGKILL: a client of DCGM that is killed at once may leave its server waiting for it"""
+
+
+class TimedOut(Exception):
+    """It did not end within its time; it was ended, or it hangs in the kernel and was left."""
+
+
+def output(argv: Sequence[str], within: float) -> str:
+    """What it wrote to stdout and stderr, whatever its exit code. Raises OSError and TimedOut."""
+    me = os.getpid()
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: dies_with(me, signal.SIGTERM),  # safe: a reader's process has one thread
+    )  # fmt: skip
+    try:
+        written, _ = process.communicate(timeout=within)
+        return written.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        raise TimedOut(f"{os.path.basename(argv[0])} did not answer within {within:g} s") from None
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number, within in ((signal.SIGTERM, TERM_WITHIN), (signal.SIGKILL, 1.0)):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=within)
+            return
+    if process.stdout is not None:
+        process.stdout.close()

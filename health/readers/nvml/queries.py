@@ -1,0 +1,175 @@
+"""What is asked of a GPU, by which function or field of NVML, and how often.
+
+Each call goes to the driver, on recent GPUs to a processor on the card, and that costs far more than our side of it: so
+what must be known at once is asked with every read, counters that are looked at by the minute seldom, and a driver that
+has field values is asked for many in one call. Where there are two ways, the second one is for drivers or GPUs that
+lack the first one.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_ubyte, c_uint, sizeof
+from typing import Any
+
+from .names import clock_reasons, fabric_state, fabric_status, kernel_bus_id, recovery_action
+from .session import Ask, FieldAsk, Way
+
+MEDIUM_EVERY = 5
+"""reads: 5 s at the reader's own pace. Memory, processes, clocks: evidence of now, that no check acts on by itself"""
+SLOW_EVERY = 20
+"""reads: 20 s. Counters and link states whose checks have windows of a minute or more; an Xid of the GPU, or another
+recovery action, has all of it read at once"""
+FIXED_EVERY = 600
+"""reads: 10 min. Names, limits: they change with firmware, and with an administrator's command"""
+
+_CORRECTED, _UNCORRECTED = 0, 1
+_VOLATILE, _AGGREGATE = 0, 1
+_SM = 1
+_CORE = 0
+_SHUTDOWN, _SLOWDOWN, _MEMORY_MAX = 0, 1, 2
+_MULTIPLE_SINGLE_BIT, _DOUBLE_BIT = 0, 1
+_SHUTDOWN_TLIMIT, _SLOWDOWN_TLIMIT = 193, 194
+
+
+# ── functions behind field values ────────────────────────────────────────────────────────────────────────────────────
+def _ecc(kind: int, counter: int) -> tuple[Way]:
+    return (lambda nvml, handle: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter),)
+
+
+def _remapped(place: int, kind: type[int] = int) -> tuple[Way]:
+    return (lambda nvml, handle: kind(nvml.nvmlDeviceGetRemappedRows(handle)[place]),)
+
+
+def _retired(cause: int) -> tuple[Way]:
+    return (lambda nvml, handle: len(nvml.nvmlDeviceGetRetiredPages(handle, cause)),)
+
+
+# ── functions that need a word ───────────────────────────────────────────────────────────────────────────────────────
+def _memory_v2(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Used by processes; the driver's own reserve is not in it."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    return int(memory.used), int(memory.total)
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Of drivers before r510. With the driver's own reserve, where a later one should answer here."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(memory.used), int(memory.total)
+
+
+class _Fabric(Structure):
+    """nvmlGpuFabricInfo_t of nvml.h. Ours, for nvidia-ml-py (12.560, 12.575, still in 13.580) has another, and
+    reads a state from beyond the one that the driver wrote: a registration that is complete then looks like none."""
+
+    _fields_ = [("cluster", c_ubyte * 16), ("status", c_uint), ("clique", c_uint), ("state", c_ubyte)]
+
+
+class _FabricV2(Structure):
+    """nvmlGpuFabricInfo_v2_t"""
+
+    _fields_ = [("version", c_uint), *_Fabric._fields_, ("health", c_uint)]
+
+
+_FABRIC_V2 = sizeof(_FabricV2) | 2 << 24
+"""nvmlGpuFabricInfo_v2: NVML_STRUCT_VERSION is size and number"""
+
+
+def _fabric_v2(nvml: Any, handle: Any) -> tuple[str, str]:
+    info = _FabricV2(version=_FABRIC_V2)
+    nvml.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
+    return fabric_state(info.state), fabric_status(info.status)
+
+
+def _fabric(nvml: Any, handle: Any) -> tuple[str, str]:
+    info = _Fabric()
+    nvml.nvmlDeviceGetGpuFabricInfo(handle, byref(info))
+    return fabric_state(info.state), fabric_status(info.status)
+
+
+def _threshold(which: int) -> Way:
+    return lambda nvml, handle: int(nvml.nvmlDeviceGetTemperatureThreshold(handle, which))
+
+
+def _limit(field: int) -> Way:
+    """Ada and later tell limits as distances from the temperature at which the margin is used up, negative beyond it
+    (nvmlDeviceGetTemperatureThreshold's note; NVML_FI_DEV_TEMPERATURE_*_TLIMIT)."""
+
+    def ask(nvml: Any, handle: Any) -> int:
+        (value,) = nvml.nvmlDeviceGetFieldValues(handle, [(field, 0)])
+        if value.nvmlReturn:
+            raise nvml.NVMLError(value.nvmlReturn)
+        margin = nvml.nvmlDeviceGetMarginTemperature(handle)
+        return int(_temperature(nvml, handle) + margin - value.value.siVal)
+
+    return ask
+
+
+def _temperature(nvml: Any, handle: Any) -> int:
+    return int(nvml.nvmlDeviceGetTemperature(handle, _CORE))
+
+
+# ── the groups ───────────────────────────────────────────────────────────────────────────────────────────────────────
+FAST_FIELDS = (
+    FieldAsk("recovery_action", 230, recovery_action),
+    FieldAsk("ecc_volatile_uncorrected", 4, ways=_ecc(_UNCORRECTED, _VOLATILE)),
+)
+FAST = (
+    Ask(("temperature",), (_temperature, lambda nvml, handle: nvml.nvmlDeviceGetTemperatureV(handle, _CORE))),
+    Ask(
+        ("clock_reasons",),
+        (
+            lambda nvml, handle: clock_reasons(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
+            lambda nvml, handle: clock_reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        ),
+    ),
+    Ask(("utilization",), (lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),)),
+)
+MEDIUM_FIELDS = (
+    FieldAsk("ecc_volatile_corrected", 3, ways=_ecc(_CORRECTED, _VOLATILE)),
+    FieldAsk("temperature_memory", 82),
+    FieldAsk("pcie_replays", 94, ways=(lambda nvml, handle: int(nvml.nvmlDeviceGetPcieReplayCounter(handle)),)),
+)
+MEDIUM = (
+    Ask(("memory_used", "memory_total"), (_memory_v2, _memory)),
+    Ask(("power",), (lambda nvml, handle: int(nvml.nvmlDeviceGetPowerUsage(handle)),)),
+    Ask(("clock_sm",), (lambda nvml, handle: int(nvml.nvmlDeviceGetClockInfo(handle, _SM)),)),
+    Ask(("pcie_gen",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),)),
+    Ask(("pcie_width",), (lambda nvml, handle: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),)),
+)
+SLOW_FIELDS = (
+    FieldAsk("ecc_aggregate_corrected", 5, ways=_ecc(_CORRECTED, _AGGREGATE)),
+    FieldAsk("ecc_aggregate_uncorrected", 6, ways=_ecc(_UNCORRECTED, _AGGREGATE)),
+    FieldAsk("remapped_corrected", 142, ways=_remapped(0)),
+    FieldAsk("remapped_uncorrected", 143, ways=_remapped(1)),
+    FieldAsk("remap_pending", 144, bool, ways=_remapped(2, bool)),
+    FieldAsk("remap_failed", 145, bool, ways=_remapped(3, bool)),
+    FieldAsk("retired_corrected", 29, ways=_retired(_MULTIPLE_SINGLE_BIT)),
+    FieldAsk("retired_uncorrected", 30, ways=_retired(_DOUBLE_BIT)),
+    FieldAsk(
+        "retired_pending", 31, bool, (lambda nvml, handle: bool(nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)),)
+    ),
+)
+SLOW = (
+    Ask(("fabric_state", "fabric_status"), (_fabric_v2, _fabric)),
+    Ask(("mig",), (lambda nvml, handle: nvml.nvmlDeviceGetMigMode(handle)[0] == 1,)),
+    Ask(("power_limit",), (lambda nvml, handle: int(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)),)),
+)
+FIXED = (
+    Ask(("temperature_slowdown",), (_threshold(_SLOWDOWN), _limit(_SLOWDOWN_TLIMIT))),
+    Ask(("temperature_shutdown",), (_threshold(_SHUTDOWN), _limit(_SHUTDOWN_TLIMIT))),
+    Ask(("temperature_memory_max",), (_threshold(_MEMORY_MAX),)),
+    Ask(("clock_sm_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxClockInfo(handle, _SM)),)),
+    Ask(("pcie_gen_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),)),
+    Ask(("pcie_width_max",), (lambda nvml, handle: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),)),
+)
+IDENTITY = (
+    Ask(("uuid",), (lambda nvml, handle: nvml.nvmlDeviceGetUUID(handle),)),
+    Ask(("pci",), (lambda nvml, handle: kernel_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),)),
+    Ask(("name",), (lambda nvml, handle: nvml.nvmlDeviceGetName(handle),)),
+    Ask(("serial",), (lambda nvml, handle: nvml.nvmlDeviceGetSerial(handle),)),
+    Ask(("vbios",), (lambda nvml, handle: nvml.nvmlDeviceGetVbiosVersion(handle),)),
+)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

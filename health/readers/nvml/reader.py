@@ -1,0 +1,148 @@
+"""NVML through nvidia-ml-py: what all GPUs of this node say, and the Xids that happened since the last read.
+
+One session of NVML is kept open, for opening it costs seconds on a node without persistence mode. It is opened anew
+where the driver was unloaded or replaced, where the number of GPUs changed, and now and then while a GPU is lost, which
+is how one that was reset is found again. Any call may hang: that is the business of whoever runs the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, ClassVar
+
+from ..base import Absent, Denied, ReaderOptions
+from ..samples import NvmlData
+from .gpu import Device, Owners
+from .names import DRIVER_NOT_LOADED, GPU_NOT_FOUND, LIBRARY_NOT_FOUND, NO_PERMISSION, SESSION_OVER, in_words
+from .session import SessionOver
+from .xid_events import XidEvents
+
+_SEARCH_LOST_EVERY = 60
+"""reads between two new sessions while a GPU is lost"""
+_OPEN_AGAIN_AFTER = 10
+"""reads before an error that calls the session void is believed once more: one that stays is of its function alone"""
+
+
+class NvmlReader:
+    name: ClassVar[str] = "nvml"
+    every: ClassVar[float] = 1.0
+    within: ClassVar[float] = 10.0
+
+    def __init__(self, options: ReaderOptions) -> None:
+        self._owners, self._dev = Owners(options.proc), options.dev
+        self._nvml: Any = None
+        """nvidia-ml-py while a session is open"""
+        self._driver = ""
+        self._may_open = (0, 0)
+        self._devices: list[Device] = []
+        self._events: XidEvents | None = None
+        self._identities: dict[int, dict[str, str]] = {}
+        self._turn = 0
+        self._opened_at = 0
+        self._believe = 0
+        """number of the read from which on an error that calls the session void is believed"""
+
+    def read(self) -> NvmlData:
+        self._turn += 1
+        if any(device.lost for device in self._devices) and self._turn - self._opened_at >= _SEARCH_LOST_EVERY:
+            self.close()
+        try:
+            return self._read(may_end=self._turn >= self._believe)
+        except SessionOver:
+            self._believe = self._turn + _OPEN_AGAIN_AFTER
+            self.close()
+            return self._read(may_end=False)
+
+    def close(self) -> None:
+        """Ends the session, if the driver lets us."""
+        nvml, self._nvml = self._nvml, None
+        if nvml is None:
+            return
+        self._identities = {index: device.identity for index, device in enumerate(self._devices)}
+        try:
+            if self._events is not None:
+                self._events.close()
+            nvml.nvmlShutdown()
+        except nvml.NVMLError:
+            pass  # it is over already, or will be with this process
+        self._events, self._devices = None, []
+
+    def _read(self, may_end: bool) -> NvmlData:
+        opened = self._nvml is None
+        if opened:
+            self._open()
+        if self._count(may_end) != len(self._devices):
+            self.close()
+            self._open()
+            opened = True
+        assert self._events is not None
+        xids = self._events.drain() if may_end else self._drain_quietly()
+        struck = {xid.uuid for xid in xids}
+        gpus = tuple(
+            device.read(self._turn, opened or device.uuid in struck or "" in struck, may_end)
+            for device in self._devices
+        )
+        granted, withheld = self._may_open
+        return NvmlData(self._driver, gpus, xids, self._events.why, granted, withheld)
+
+    def _drain_quietly(self) -> tuple[Any, ...]:
+        assert self._events is not None
+        try:
+            return self._events.drain()
+        except SessionOver as over:
+            self._events.fail(str(over))
+            return ()
+
+    def _open(self) -> None:
+        self._nvml = _started()
+        self._opened_at = self._turn
+        self._may_open = _device_files(self._dev)
+        try:
+            self._driver = str(self._nvml.nvmlSystemGetDriverVersion())
+        except self._nvml.NVMLError:
+            self._driver = ""
+        known = self._identities if len(self._identities) == (count := self._count(may_end=False)) else {}
+        self._devices = [Device(self._nvml, index, self._owners, known.get(index, {})) for index in range(count)]
+        for device in self._devices:
+            device.open()
+        self._events = XidEvents(self._nvml, [(d.handle, d.uuid) for d in self._devices if d.handle is not None])
+
+    def _count(self, may_end: bool) -> int:
+        try:
+            return int(self._nvml.nvmlDeviceGetCount())
+        except self._nvml.NVMLError as error:
+            words = in_words(int(error.value), str(error))
+            if error.value in SESSION_OVER and may_end:
+                raise SessionOver(words) from None
+            self.close()
+            raise RuntimeError(f"GPUs cannot be counted: {words}") from None
+
+
+def _device_files(dev: str) -> tuple[int, int]:
+    """GPUs (those that we may open, those that we may not). ``access`` asks the device cgroup as ``open`` does, and not
+    the driver."""
+    try:
+        files = [f"{dev}/{name}" for name in os.listdir(dev) if re.fullmatch(r"nvidia\d+", name)]
+    except OSError:
+        return 0, 0
+    granted = sum(os.access(file, os.R_OK | os.W_OK) for file in files)
+    return granted, len(files) - granted
+
+
+def _started() -> Any:
+    """nvidia-ml-py, with a session of NVML open."""
+    try:
+        import pynvml
+    except ImportError:
+        raise Absent("nvidia-ml-py is not installed") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        words = in_words(int(error.value), str(error))
+        if error.value in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, GPU_NOT_FOUND):
+            raise Absent(words) from None
+        if error.value == NO_PERMISSION:
+            raise Denied("the NVIDIA driver does not admit this user") from None
+        raise RuntimeError(f"NVML does not start: {words}") from None
+    return pynvml

@@ -1,0 +1,237 @@
+"""From a job spec to a living manager: make the run directory, start the manager, say what would be done.
+
+The manager is submitted through submitit, to Slurm or to this machine; its state is never asked from submitit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from ...config.job.load import resolved
+from ...config.job.schema import Job
+from ...core.processes import raise_nofile
+from ...core.run_dir import HISTORY_ENV, RunDir, runs_root, write_atomically
+from ...core.run_spec import JobView
+from ...core.text import say
+from ...core.types import Outcome
+from ...transport.address import NoAddress, own_address
+from ...transport.keys import RunKeys
+from ..cluster.base import Cluster
+from ..execute.launch import keep_passed
+from ..runtime import Manager
+from ..storage.journal import Follower, JournalError
+from ..storage.lease import LeaseHeld, LeaseLost
+from ..storage.resume_request import Order, order, pending, withdraw
+from . import manager_job
+from .pool_supervisor import ended
+from .start_failure import CONTROLLER_LOG, HOST_FILE
+
+RETRIES = 3
+"""times that a manager which ended by an error of its own is followed by another one in the same process"""
+RETRY_PAUSE = 5.0
+"""s before that"""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""errors of storage that cannot be written to now"""
+WALLTIME = "its walltime ends"
+LOCAL_FOREVER = 60 * 24 * 365
+"""min; nothing ends a manager of the local cluster but the end of its run"""
+
+
+def create(job: Job, source: Path) -> RunDir:
+    """A fresh run directory with everything that a manager needs. Raises OSError when it cannot be written (no rights,
+    no space, over quota): then nothing of it is left."""
+    # Chance in it, because Slurm's jobs are found by it: two folders of runs must not share an id.
+    run = RunDir(runs_root() / f"{job.run.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    making = RunDir(run.path.with_name(f".{run.id}"))
+    try:
+        _fill(making, job, source)
+        os.rename(making.path, run.path)  # whoever dies before leaves no run, and after it one that can be managed
+    except BaseException:
+        shutil.rmtree(making.path, ignore_errors=True)
+        raise
+    return run
+
+
+def _fill(run: RunDir, job: Job, source: Path) -> None:
+    run.create()
+    RunKeys.make().save(run.keys)
+    _describe(run, job, source.read_bytes(), source)
+
+
+def _describe(run: RunDir, job: Job, text: bytes, source: Path) -> None:
+    """What was asked for, and what manager and roles read of it."""
+    write_atomically(run.job_toml, text)
+    record = {"source": str(source.resolve()), "job": resolved(job), "user": getpass.getuser()}
+    write_atomically(run.resolved, msgspec.json.format(msgspec.json.encode(record), indent=2))
+    view = _view(job)
+    write_atomically(run.view, msgspec.json.encode(view))
+    keep_passed(run, view)
+
+
+def _view(job: Job) -> JobView:
+    """The job, with what the site says of every job: its module file may name a folder for the history."""
+    view = job.view(sys.executable)
+    folder = view.health.history or os.environ.get(HISTORY_ENV, "")
+    history = str(Path(folder).expanduser().absolute()) if folder else ""
+    return msgspec.structs.replace(view, health=msgspec.structs.replace(view.health, history=history))
+
+
+def start(run: RunDir, job: Job) -> str:
+    """Start the manager of a fresh run in the background; returns at once, with what there is to be warned of. Raises
+    OSError or RuntimeError when it could not be started: then nothing of the run is left."""
+    view = _view(job)
+    try:
+        if view.cluster == "local" and view.network:
+            own_address(view.network)  # the manager will be here: it need not be started to find out
+        return start_manager(run, view)
+    except (OSError, RuntimeError):
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def resume(run: RunDir, job: Job, text: bytes, source: Path, end: float) -> str:
+    """Have a run that ended at ``end`` (manager's time) go on, with this job. Returns what there is to be warned of.
+    Raises OSError or RuntimeError when no manager could be started, or somebody else was first: then nothing of the run
+    was changed."""
+    view = _view(job)
+    one = Order(getpass.getuser(), f"{time.time_ns()}-{os.getpid()}", view, str(source.resolve()), end)
+    order(run, one, lambda making: _describe(making, job, text, source))
+    try:
+        state = Follower(run).state()
+        if state is None or state.ended != end:  # another order was taken since we looked
+            raise RuntimeError(f"it goes on already; see: rrl status {run.id}")
+        return start_manager(run, view)
+    except (OSError, RuntimeError, JournalError) as error:
+        if withdraw(run):
+            raise
+        return f"a manager has begun, though its start was reported as failed: {error}"
+
+
+def start_manager(run: RunDir, view: JobView) -> str:
+    """Start a manager for ``run``: as a Slurm job of its own with a successor in the queue, in the pool, or as a
+    process of this machine. Returns what could not be done and is not needed now. Raises OSError or RuntimeError."""
+    if view.cluster == "slurm" and view.manager.where == "pool":
+        asyncio.run(manager_job.queue_pool(run, view))
+    elif view.cluster == "slurm":
+        manager_job.queue(run, view, run_here)
+        try:
+            manager_job.queue(run, view, run_here)
+        except (OSError, RuntimeError) as error:
+            return f"no second manager could be queued, which would go on should the first one's node die: {error}"
+    else:
+        _start_locally(run)
+    return ""
+
+
+def _start_locally(run: RunDir) -> None:
+    """As a process of this machine. Raises OSError with the last line of a submission that failed."""
+    write_atomically(run.submit / HOST_FILE, socket.gethostname().encode())
+    if (child := os.fork()) == 0:
+        _submit_locally(run)
+    if os.waitpid(child, 0)[1] != 0:
+        told = (run.submit / CONTROLLER_LOG).read_text(errors="replace").split("\n")
+        raise OSError(next((line for line in reversed(told) if line), "its submission died without a word"))
+
+
+def _submit_locally(run: RunDir) -> NoReturn:
+    """In a child of its own session, without our terminal: submitit's local controller must outlive this command and
+    not be reached by its Ctrl-C."""
+    code = 1
+    try:
+        os.setsid()
+        devnull = os.open(os.devnull, os.O_RDWR)
+        log = os.open(run.submit / CONTROLLER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for fd, source in ((0, devnull), (1, log), (2, log)):
+            os.dup2(source, fd)
+        import submitit
+
+        executor = submitit.LocalExecutor(folder=run.submit)
+        executor.update_parameters(timeout_min=LOCAL_FOREVER)
+        executor.submit(run_here, run)
+        code = 0
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> str | None:
+    """Run a manager for ``run`` in this process until the run has ended. Returns the outcome, or None if it left.
+
+    A manager that ends by an error of its own is followed by another. ``by_hand``: somebody waits for it, who is told
+    at once where storage has no room, with an OSError; unattended, it tries again, for there may be room by then.
+    SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
+    raise_nofile()  # a descriptor for each step, agent and worker
+    for attempt in range(RETRIES + 1):
+        try:
+            outcome = asyncio.run(_run(run, foreground))
+            return None if outcome is None else outcome.value
+        except (LeaseHeld, JournalError, NoAddress):  # trying again would not help
+            raise
+        except Exception as error:
+            without_room = isinstance(error, OSError) and error.errno in NO_ROOM
+            if attempt == RETRIES or (without_room and by_hand):
+                raise
+            if without_room:
+                say(f"{error}; the manager tries again in {RETRY_PAUSE:.0f} s")
+            else:
+                traceback.print_exc()
+            time.sleep(RETRY_PAUSE)  # the next epoch adopts what lives, as it would after any death of a manager
+    raise AssertionError
+
+
+async def _run(run: RunDir, foreground: bool) -> Outcome | None:
+    if ended(run):  # a successor whose turn came too late
+        return None
+    if (resumed := pending(run)) is not None:
+        view, source = resumed.job, resumed.source
+    else:
+        view = msgspec.json.decode(run.view.read_bytes(), type=JobView)
+        source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
+    cluster, host = _cluster(run, view)
+    manager = Manager(run, cluster, view, source, host)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, manager.leave, "SIGTERM")
+    loop.add_signal_handler(signal.SIGUSR2, manager.leave, WALLTIME)  # submitit's warning
+    if foreground:
+        loop.add_signal_handler(signal.SIGINT, manager.cancel, f"{getpass.getuser()} (Ctrl-C)")
+    succession = asyncio.create_task(manager_job.keep_successor(run, view, run_here))
+    try:
+        outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
+    except LeaseLost as error:
+        say(f"{error}; leaving")
+        return None
+    finally:
+        succession.cancel()
+        await asyncio.gather(succession, return_exceptions=True)
+    queued = outcome is not None and view.cluster == "slurm" and view.manager.where == "job"
+    if queued and (left := await manager_job.withdraw(run.id, view)):
+        say(f"a manager may still wait in the queue, and will leave at once: {left}")
+    return outcome
+
+
+def _cluster(run: RunDir, view: JobView) -> tuple[Cluster, str]:
+    """The backend, and the address to listen on."""
+    if view.cluster == "slurm":
+        from ..cluster.slurm.cluster import SlurmCluster
+
+        python, within = view.env.python or sys.executable, manager_job.within(run.id, view)
+        return SlurmCluster(run.id, python, within=within), own_address(view.network)
+    from ..cluster.local import LocalCluster
+
+    host = own_address(view.network) if view.network else "127.0.0.1"
+    return LocalCluster(run, python=view.env.python or sys.executable), host

@@ -1,0 +1,107 @@
+"""Whether the managers that ``rrl submit`` or ``rrl resume`` submitted have all ended before any of them began the run.
+
+Such a run has no journal (or, resumed, only that of its earlier life), so no event can say so: what is known lies in
+the folder of submitit and in Slurm's queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from pathlib import Path
+
+from ...core.run_dir import RunDir
+from ...core.run_spec import JobView
+from ...core.text import escaped
+from ..cluster.base import Refused, Unanswered
+from ..storage.resume_request import ordered_at
+from . import manager_job
+from .pool_supervisor import PREFIX
+
+HOST_FILE = "host"
+"""in the folder of submitit: name of the machine that the manager of a local run was started on"""
+CONTROLLER_LOG = "controller.log"
+"""there too: what the submission of a local manager wrote, and submitit's process that watches it"""
+_OF_OTHERS = (re.compile(rf"(srun|slurmstepd|slurmd|submitit|{PREFIX})\b"), re.compile("srun|submitit"))
+"""How lines begin that Slurm, submitit and the pool's script add to the log of a manager. Of a program that could not
+be started slurmstepd says why; srun, which comes last, only that it ended."""
+_TAIL_BYTES = 64 * 1024
+"""of a log that are searched for its last line: a traceback is a few KiB"""
+
+
+def start_failure(run: RunDir, view: JobView) -> str:
+    """Why no manager will begin a run that awaits one (:func:`rrl.manager.bootstrap.pool_supervisor.awaits_manager`):
+    all that were submitted have ended. One line, with the last line that a manager wrote; empty while one may still
+    begin the run, and where that cannot be told.
+
+    Asks Slurm once, and blocks for the deadline of a read (10 s) where Slurm does not answer. Raises OSError."""
+    marks = _submitted(run)
+    if not marks or _one_lives(run, view, marks):
+        return ""
+    line = _last_line(run, marks)
+    wrote = f"the last line logged: {line}" if line else "nothing was logged"
+    number = "its manager" if len(marks) == 1 else f"all {len(marks)} managers"
+    return f"{number} ended before the run began; {wrote} (logs: {run.submit})"
+
+
+def _submitted(run: RunDir) -> list[str]:
+    """Ids of the submitted managers that were to begin the run, the oldest first: the Slurm job's, or the pid of the
+    process that submitit started."""
+    since = ordered_at(run)
+    marks = [path for path in run.submit.glob("*_submitted*") if path.stat().st_mtime >= since]
+    return [path.name.partition("_")[0] for path in sorted(marks, key=lambda path: path.stat().st_mtime)]
+
+
+def _one_lives(run: RunDir, view: JobView, ids: list[str]) -> bool:
+    """Whether one of them waits or runs, as far as can be told: what is unknown may live."""
+    if view.cluster == "slurm":
+        try:
+            return asyncio.run(manager_job.listed(manager_job.starting(run.id, view)))
+        except (Refused, Unanswered):
+            return True
+    try:
+        if (run.submit / HOST_FILE).read_text() != socket.gethostname():
+            return True
+    except OSError:
+        return True
+    return any(_is_of(Path("/proc", pid), run) for pid in ids)
+
+
+def _is_of(process: Path, run: RunDir) -> bool:
+    """Whether a process may be submitit's for this run; its pid may be that of another one by now.
+
+    Within execve(2) a process has no command line for a moment, as a zombie has none: seen on a busy machine, right
+    after Popen had returned."""
+    try:
+        line = process.joinpath("cmdline").read_bytes()
+        state = process.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    if not line:
+        return state not in ("Z", "X")
+    *_, folder, _ = (b"", *line.split(b"\0"))  # python -m submitit.local._local FOLDER
+    try:
+        return os.path.samefile(folder, run.submit)
+    except (OSError, ValueError):
+        return False
+
+
+def _last_line(run: RunDir, ids: list[str]) -> str:
+    """What the newest manager that wrote anything wrote last; where none did, what Slurm or submitit wrote of it."""
+    logs = [*(run.submit / f"{id}_0_log.{kind}" for id in reversed(ids) for kind in ("err", "out")),
+            run.submit / manager_job.POOL_LOG, run.submit / CONTROLLER_LOG]  # fmt: skip
+    lines = [line for log in logs for line in reversed(_tail(log))]
+    chosen = (line for others in _OF_OTHERS for line in lines if not others.match(line))
+    return next(chosen, lines[0] if lines else "")
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [escaped(line) for line in map(str.strip, text.splitlines()) if line]

@@ -1,0 +1,68 @@
+"""Faults of nodes and of Slurm itself, where a test cluster lends itself to them (tests/lab/harm.py).
+
+It listens on a Unix socket that the environment names, and speaks one JSON line each way. On any other cluster nothing
+of the kind is ours to do: nodes and slurmctld belong to everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ....core.faults import Fault, FaultKind
+from ..base import Refused, Unanswered
+
+HARM_ENV = "RRL_LAB_HARM"
+"""Names the socket of a test cluster that may be harmed."""
+WITHIN = 30.0
+"""s for the test cluster to begin it"""
+_DONE_BY_LAB = (FaultKind.CRASH, FaultKind.CUT, FaultKind.DELAY, FaultKind.OUTAGE)
+
+
+class _Answer(Struct):
+    ok: bool
+    detail: str = ""
+
+
+async def harm(fault: Fault) -> str:
+    """Have the test cluster do it, which also ends it after ``fault.seconds``; says what was done."""
+    path = os.environ.get(HARM_ENV)
+    if not path or fault.kind not in _DONE_BY_LAB:
+        raise Refused(f"{fault.kind} can be performed on a test cluster only" if not path else
+                      f"{fault.kind} is nothing that a cluster does")  # fmt: skip
+    wanted: dict[str, Any] = {"do": fault.kind.value}
+    if fault.seconds:
+        wanted["seconds"] = fault.seconds
+    if fault.kind is not FaultKind.OUTAGE:
+        wanted["node"] = fault.target
+    if fault.kind is FaultKind.DELAY:
+        wanted["ms"] = fault.amount
+    within = WITHIN + (fault.seconds if fault.kind is FaultKind.OUTAGE else 0)  # that is answered when it is over
+    try:
+        async with asyncio.timeout(within):
+            answer = await _asked(path, msgspec.json.encode(wanted) + b"\n")
+    except TimeoutError:
+        raise Unanswered(f"the test cluster did not answer within {within:g} s") from None
+    except OSError as error:
+        raise Refused(f"the test cluster cannot be reached at {path}: {error.strerror}") from error
+    if not answer.ok:
+        raise Refused(answer.detail)
+    return answer.detail
+
+
+async def _asked(path: str, line: bytes) -> _Answer:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(line)
+        await writer.drain()
+        said = await reader.readline()
+    finally:
+        writer.close()
+    try:
+        return msgspec.json.decode(said, type=_Answer)
+    except msgspec.MsgspecError:
+        raise Unanswered(f"the test cluster said {said[:80]!r}") from None

@@ -1,0 +1,108 @@
+"""How many jobs Slurm lets this user have, as far as a user can see it; what cannot be seen is unknown, and why.
+
+Limits hang on the user's association (account, maybe partition) and on a QOS, and hold only where
+AccountingStorageEnforce names ``limits`` (slurm.conf(5), sacctmgr(1)).
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from ..base import Refused, Unanswered
+from .commands import Ended, SlurmLimits, execute, failure
+
+_WITHIN = SlurmLimits().read
+_ASSOC = ("account", "partition", "maxjobs", "maxsubmitjobs", "grpjobs", "grpsubmitjobs", "defaultqos")
+_QOS = ("name", "maxjobspu", "maxsubmitpu", "grpjobs", "grpsubmitjobs")
+
+
+class Limit(Struct, frozen=True):
+    most: int
+    running: bool
+    """of jobs that run; else of those in the queue, running or not"""
+    alone: bool
+    """counted for this user alone; else together with others, who may use it up"""
+    where: str
+    """as an administrator would say it: ``MaxSubmitJobs of account astro``"""
+
+
+class SeenLimits(Struct, frozen=True):
+    limits: tuple[Limit, ...] = ()
+    unknown: str = ""
+    """why they could not be seen"""
+    steps_per_job: int = 0
+    """MaxStepCount; 0: not seen"""
+
+
+async def look(options: Mapping[str, str]) -> SeenLimits:
+    """Of jobs with these sbatch options (account, partition, qos). Raises nothing."""
+    try:
+        config = (await _read("scontrol", "show", "config")).out
+        steps = re.search(r"^MaxStepCount\s*=\s*(\d+)", config, re.MULTILINE)
+        per_job = int(steps[1]) if steps else 0
+        if not enforced(config):
+            return SeenLimits(steps_per_job=per_job)
+        user = getpass.getuser()
+        assoc = await _read("sacctmgr", "-nP", "show", "assoc", "where", f"user={user}", f"format={','.join(_ASSOC)}")
+        default = await _read("sacctmgr", "-nP", "show", "user", "where", f"name={user}", "format=defaultaccount")
+        qos = await _read("sacctmgr", "-nP", "show", "qos", f"format={','.join(_QOS)}")
+    except (Refused, Unanswered, OSError) as error:
+        return SeenLimits(unknown=str(error))
+    account = options.get("account") or default.out.strip()
+    limits, default_qos = association_limits(assoc.out, account, options.get("partition", ""))
+    return SeenLimits((*limits, *qos_limits(qos.out, options.get("qos") or default_qos)), "", per_job)
+
+
+def enforced(config: str) -> bool:
+    """From ``scontrol show config``: limits on jobs hold."""
+    match = re.search(r"^AccountingStorageEnforce\s*=\s*(\S+)", config, re.MULTILINE)
+    return match is not None and bool({"limits", "safe", "all", "2"} & set(match[1].lower().split(",")))
+
+
+def association_limits(text: str, account: str, partition: str) -> tuple[list[Limit], str]:
+    """From ``sacctmgr show assoc``: limits of this account (where it has one for the partition, of that), and its
+    default QOS."""
+    rows = [dict(zip(_ASSOC, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
+    fitting = [row for row in rows if row["account"] == account and row.get("partition", "") in ("", partition)]
+    if not fitting:
+        return [], ""
+    row = max(fitting, key=lambda row: bool(row.get("partition")))
+    of = f"of account {account}"
+    limits = [
+        *_limit(row.get("maxjobs"), True, True, f"MaxJobs {of}"),
+        *_limit(row.get("maxsubmitjobs"), False, True, f"MaxSubmitJobs {of}"),
+        *_limit(row.get("grpjobs"), True, False, f"GrpJobs {of}"),
+        *_limit(row.get("grpsubmitjobs"), False, False, f"GrpSubmitJobs {of}"),
+    ]
+    return limits, row.get("defaultqos", "")
+
+
+def qos_limits(text: str, name: str) -> list[Limit]:
+    """From ``sacctmgr show qos``: those of the QOS of that name."""
+    rows = [dict(zip(_QOS, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
+    return [
+        limit
+        for row in rows
+        if name and row["name"] == name
+        for limit in (
+            *_limit(row.get("maxjobspu"), True, True, f"MaxJobsPerUser of QOS {name}"),
+            *_limit(row.get("maxsubmitpu"), False, True, f"MaxSubmitJobsPerUser of QOS {name}"),
+            *_limit(row.get("grpjobs"), True, False, f"GrpJobs of QOS {name}"),
+            *_limit(row.get("grpsubmitjobs"), False, False, f"GrpSubmitJobs of QOS {name}"),
+        )
+    ]
+
+
+def _limit(text: str | None, running: bool, alone: bool, where: str) -> list[Limit]:
+    return [Limit(int(text), running, alone, where)] if text and text.isdigit() else []
+
+
+async def _read(*argv: str) -> Ended:
+    ended = await execute(argv, _WITHIN)
+    if ended.code:
+        raise failure(argv[0], ended)
+    return ended

@@ -1,0 +1,159 @@
+"""The sruns that carry launches: started, watched until their step has joined, and then killed for good reason.
+
+SIGTERM to an srun, which any ``scancel`` of the manager's own job sends, kills its step. SIGKILL to it alone does too
+(its child sees to that); SIGKILL to both does not, and output to one file a task goes on (measured on 22.05).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from ....core.processes import AGENT_MODULE, STEP_MODULE
+from ....core.text import absent, last_lines, last_lines_of
+from ....core.units import slurm_mem
+from ..base import ExitedAtOnce, NotStarted, Refused, Step, Unanswered
+from .commands import Ended, SlurmLimits, end, environment, failure
+
+
+class _Srun(Struct):
+    process: asyncio.subprocess.Process
+    said: Path
+    """its standard error: in the run directory, so that it needs nobody to read a pipe"""
+    joined: asyncio.Event
+
+
+class Sruns:
+    """``prefix`` replaces ``python -P -m <module>`` in front of the launch file (for tests)."""
+
+    def __init__(self, python: str, limits: SlurmLimits, prefix: Sequence[str] | None = None) -> None:
+        self._python = python
+        self._limits = limits
+        self._prefix = prefix
+        self._carrying: dict[str, _Srun] = {}
+        self._failed: set[str] = set()
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    def __contains__(self, tag: str) -> bool:
+        """An srun still carries this tag's launch."""
+        return tag in self._carrying
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """Tags whose srun ended with an error before their step had joined. It is srun itself that has slurmd start the
+        tasks of a step: once it has ended, a step that does not exist by then never will, even if slurmctld still
+        answers the request for it."""
+        return frozenset(self._failed)
+
+    def command(self, job: Sequence[str], step: Step) -> tuple[str, ...]:
+        """The srun of a step; ``job`` are the options that name its job. Roles take their share of the node
+        (``--exact``); only an agent overlaps. The limits (memlock, nofile) are the node's own, not the manager's."""
+        prefix = self._prefix
+        if prefix is None:  # -P: no module of the working directory may stand in for ours
+            prefix = (step.python or self._python, "-P", "-m", AGENT_MODULE if step.agent else STEP_MODULE)
+        output = str(step.log_file).replace("%", "%%")
+        return (
+            "srun", *job, f"--job-name={step.tag}", "--nodes=1", "--ntasks=1", f"--nodelist={step.node}",
+            "--exact", *(("--overlap",) if step.overlap else ()), f"--cpus-per-task={step.each.cpus}",
+            f"--mem={slurm_mem(step.each.mem) if step.each.mem else 0}",  # 0: of the job's, without counting
+            f"--gres={f'gpu:{step.each.gpus}' if step.each.gpus else 'none'}",
+            "--mpi=none", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", f"--immediate={int(self._limits.queue)}",
+            "--export=NONE", "--propagate=NONE", "--input=none", f"--output={output}.%t",
+            f"--chdir={step.launch_file.parent}", "--quiet", *step.container, *prefix, str(step.launch_file),
+        )  # fmt: skip
+
+    async def start(self, job: Sequence[str], step: Step) -> None:
+        """Start srun and watch it until the step runs, it refuses, or ``limits.launch`` s are over."""
+        said = step.log_file.with_name(f"{step.log_file.name}.srun")
+        try:
+            fd = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise Refused(f"nothing was started: {error}") from error
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.command(job, step), stdin=subprocess.DEVNULL, stdout=fd, stderr=fd,
+                env=environment(os.environ), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise Refused(f"srun cannot be started: {error}") from error
+        finally:
+            os.close(fd)
+        srun = self._carrying[step.tag] = _Srun(process, said, asyncio.Event())
+        watcher = asyncio.create_task(self._watch(step.tag, srun))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        await self._handed_over(step, srun)
+
+    async def _handed_over(self, step: Step, srun: _Srun) -> None:
+        """Wait for the first sign: the step's own word (:meth:`arrived`), the end of srun, or its output file, and then
+        a moment longer: an interpreter that is absent on the node is told there at once."""
+        output = step.log_file.with_name(f"{step.log_file.name}.0")
+        deadline, opened = time.monotonic() + self._limits.launch, False
+        while time.monotonic() < deadline and not srun.joined.is_set():
+            if not opened and await asyncio.to_thread(output.exists):  # the run directory may hang, and we must not
+                deadline, opened = time.monotonic() + self._limits.begin, True
+            if code := srun.process.returncode:
+                raise _refusal(code, srun, output)
+            if code == 0:
+                return
+            await asyncio.sleep(0.01)
+
+    async def _watch(self, tag: str, srun: _Srun) -> None:
+        """Reap an srun, whenever it ends."""
+        code = await srun.process.wait()
+        if self._carrying.get(tag) is srun:
+            del self._carrying[tag]
+        if code and not srun.joined.is_set():
+            self._failed.add(tag)
+        with contextlib.suppress(OSError):
+            if srun.said.stat().st_size == 0:
+                srun.said.unlink()
+
+    async def arrived(self, tag: str) -> None:
+        """The step has joined: its srun goes, and is gone when this returns.
+
+        Not at once: slurmstepd still has to tell it that the task started, and keeps trying for 2.3 s, deaf to signals,
+        if it cannot (measured with an srun killed some ms after its task began).
+        """
+        if srun := self._carrying.get(tag):
+            srun.joined.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.carry):
+                    await srun.process.wait()
+            await self.kill(tag)
+
+    async def kill(self, tag: str) -> None:
+        """What was carried shall be left alone, or never arrive: the srun is ended, a step that it started stays."""
+        if srun := self._carrying.get(tag):
+            srun.joined.set()
+            end(srun.process)
+            await srun.process.wait()
+
+    async def close(self) -> None:
+        """Kill all; their steps go on."""
+        await asyncio.gather(*(self.kill(tag) for tag in list(self._carrying)))
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+def _refusal(code: int, srun: _Srun, output: Path) -> Refused | Unanswered:
+    """What an srun that ended so early means: its own word, or that of the step's first process."""
+    said, words = _tail(srun.said), last_lines_of(output)
+    if absent(words):
+        return NotStarted(words)
+    if output.exists() and "Exited with exit code" in said:
+        return ExitedAtOnce(words or last_lines(said))
+    return failure("srun", Ended(code, "", said))
+
+
+def _tail(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[-2000:]
+    except OSError:
+        return ""

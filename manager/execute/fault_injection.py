@@ -1,0 +1,208 @@
+"""Has faults performed by whoever can: the agent of the target's node, the role itself, the cluster, or this manager.
+
+Each ends in one ``FaultInjected`` that says whether it was performed, by the word of whoever did it; what lasts in a
+second one when it is over. A fault is tried once: what became of one whose manager died is told as unknown.
+
+The fault ``disk_full``: a file that leaves no room on the run directory's file system. Blocking.
+
+The room is everybody's on that file system, so it is taken only where little of it is left; and whatever happens to
+whoever took it, the next manager, or an agent that misses its manager, gives it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import msgspec
+
+from ...core.faults import MANAGER, TRAITS, Fault, FaultKind, Hits
+from ...core.run_dir import RunDir
+from ...core.types import AGENT, Life, replica_id, role_of
+from ...transport import messages as msg
+from ..cluster.base import Cluster, Refused, Unanswered
+from ..intake.message_handler import Send
+from ..model import events as ev
+from ..model.actions import Perform
+from ..model.state import State
+from . import fault_injection
+
+ANSWER_WITHIN = 20.0
+"""s for an agent to say that it performed a fault, and for a role that can at once"""
+LATE = 2.0
+"""s that the answer may come after its target's end: it takes another way than the news of that"""
+
+
+def told(action: Perform, ok: bool, detail: str, *, ended: bool = False, unknown: bool = False) -> ev.FaultInjected:
+    fault = action.fault
+    return ev.FaultInjected(
+        fault.id, action.life, ok, detail, fault.kind, fault.target, action.node, ended=ended, unknown=unknown
+    )
+
+
+def abandoned(action: Perform, epoch: int) -> ev.FaultInjected:
+    """What the next manager tells of an intent whose manager died over it."""
+    if action.fault.target == MANAGER:
+        return told(action, True, f"the manager before epoch {epoch} is gone")
+    return told(action, False, "its manager died over it; it is not tried again", unknown=True)
+
+
+class Performer:
+    """``steps`` and ``worker`` say where agents and workers can be told something; ``record`` takes what was done."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        cluster: Cluster,
+        state: Callable[[], State],
+        record: Callable[[ev.Event], None],
+        send: Send,
+        steps: dict[str, bytes],
+        worker: Callable[[Life], bytes | None],
+    ) -> None:
+        self._run, self._cluster, self._state, self._record, self._send = run, cluster, state, record, send
+        self._steps, self._worker = steps, worker
+        self._waiting: dict[str, tuple[Perform, asyncio.Event]] = {}
+        """by fault: it was answered, or its target is gone"""
+        self._codes: dict[str, int] = {}
+        """by step: with which a target ended meanwhile"""
+
+    def notice(self, event: ev.Event) -> None:
+        """An event was recorded: somebody may be waiting for it."""
+        for fault, (action, settled) in self._waiting.items():
+            if isinstance(event, ev.StepEnded) and event.step == action.step and event.code is not None:
+                self._codes[action.step] = event.code
+            if isinstance(event, ev.FaultInjected) and event.fault == fault:
+                settled.set()
+            elif action.life is not None and not self._state().believed(action.life):
+                asyncio.get_running_loop().call_later(LATE, settled.set)
+
+    async def perform(self, action: Perform) -> None:
+        """Returns once it is told what was done, and, of what this manager or the cluster holds, that it is over."""
+        fault = action.fault
+        try:
+            if fault.target == MANAGER:
+                os.kill(os.getpid(), signal.SIGKILL)  # its intent is durable: the next manager tells
+            elif fault.kind is FaultKind.DISK_FULL:
+                await self._fill(action)
+            elif TRAITS[fault.kind].hits is not Hits.REPLICA:
+                await self._harm(action)
+            elif TRAITS[fault.kind].processes:
+                await self._by_agent(action)
+            else:
+                await self._by_role(action)
+        except Refused as error:
+            self._record(told(action, False, f"refused: {error}"))
+        except Unanswered as error:
+            self._record(told(action, False, str(error) or "the cluster did not answer", unknown=True))
+
+    async def _harm(self, action: Perform) -> None:
+        fault: Fault = action.fault
+        if action.node:
+            fault = msgspec.structs.replace(fault, target=action.node)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._record(told(action, True, await self._cluster.harm(fault)))
+        if fault.seconds:  # some clusters tell of an outage when it is over
+            await asyncio.sleep(began + fault.seconds - loop.time())
+            self._record(told(action, True, f"{fault.seconds:g} s are over", ended=True))
+
+    async def _fill(self, action: Perform) -> None:
+        try:
+            self._record(told(action, True, await asyncio.to_thread(fault_injection.fill, self._run)))
+            await asyncio.sleep(action.fault.seconds)
+        finally:
+            given_back = fault_injection.give_back(self._run)
+        if given_back:
+            self._record(told(action, True, "the room is given back", ended=True))
+
+    async def _by_agent(self, action: Perform) -> None:
+        agent = self._state().replica(replica_id(AGENT, action.node))
+        peer = self._steps.get(agent.step or "")
+        if peer is None:
+            raise Refused(f"the agent of {action.node} is not connected")
+        await self._order(action, peer, ANSWER_WITHIN)
+        if action.fault.kind is FaultKind.OUT_OF_MEMORY and action.life is not None:
+            worker = self._worker(action.life)  # who lives on what it has needs more now, too
+            if worker is not None:
+                await self._send(worker, msg.Inject(action.fault, action.step), None)
+
+    async def _by_role(self, action: Perform) -> None:
+        """Most strike at the role's next call of the worker API, however long that takes."""
+        assert action.life is not None
+        peer = self._worker(action.life)
+        if peer is None or self._state().job.role(role_of(action.life.replica)).watch != "api":
+            raise Refused(f"{action.life} cannot be told: {action.fault.kind} needs the worker API")
+        await self._order(action, peer, ANSWER_WITHIN if action.fault.kind is FaultKind.EXIT else None)
+
+    async def _order(self, action: Perform, peer: bytes, within: float | None) -> None:
+        settled = asyncio.Event()
+        self._waiting[action.fault.id] = action, settled
+        try:
+            await self._send(peer, msg.Inject(action.fault, action.step), None)
+            async with asyncio.timeout(within):
+                await settled.wait()
+        except TimeoutError:
+            raise Unanswered(f"nobody said within {within:g} s that it was performed") from None
+        finally:
+            del self._waiting[action.fault.id]
+        if action.tag not in self._state().intents:
+            return
+        code = self._codes.pop(action.step, None)
+        if action.fault.kind is FaultKind.EXIT and code == action.fault.amount:  # its answer was lost with it
+            self._record(told(action, True, f"its step ended with exit code {code}"))
+        else:  # its target ended first: perhaps of it, perhaps not
+            raise Unanswered(f"{action.life} was gone before anybody said that it was performed")
+
+
+MOST_FREE = 2**30
+"""bytes: where more is free, filling the file system would take minutes and room that others count on"""
+_BLOCKS = (2**20, 2**12, 1)
+"""bytes written at once, smaller and smaller as the last of the room goes"""
+
+
+def fill(run: RunDir) -> str:
+    """Take all the room; says how much. Raises Refused when there is too much of it."""
+    try:
+        there = os.statvfs(run.path)
+        free = there.f_bavail * there.f_frsize
+        if free > MOST_FREE:
+            raise Refused(
+                f"{free / 2**30:.1f} GiB are free on the file system of {run.path}, and no more than"
+                f" {MOST_FREE / 2**30:g} GiB are ever filled: others need them too"
+            )
+        fd = os.open(run.ballast, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    except OSError as error:
+        raise Refused(str(error)) from error
+    taken = 0
+    try:
+        for block in _BLOCKS:
+            taken += _write(fd, block, MOST_FREE - taken)
+        os.fsync(fd)
+    except OSError:  # it is as full as it gets
+        pass
+    finally:
+        os.close(fd)
+    return f"{run.ballast} takes {taken / 2**20:.1f} MiB: nothing is left"
+
+
+def give_back(run: RunDir) -> bool:
+    """Remove the file; True when there was one."""
+    try:
+        run.ballast.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _write(fd: int, block: int, at_most: int) -> int:
+    """Blocks until none fits, or so many bytes are written."""
+    data, taken = b"\1" * block, 0
+    while taken + block <= at_most:
+        try:
+            taken += os.write(fd, data)
+        except OSError:  # ENOSPC, EDQUOT
+            break
+    return taken

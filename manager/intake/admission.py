@@ -1,0 +1,78 @@
+"""What a node or a role says of itself when it joins, judged: too little memory to lock, a GPU that is another's.
+
+Where a node's health is read, and whether roles wait for that: one answer for who launches agents and who places
+roles.
+"""
+
+from __future__ import annotations
+
+from ...core.run_spec import JobView
+from ...core.types import Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict
+from ...health.readers.samples import READERS
+from ...transport.messages import AgentHello, Hello
+from ..model.state import State
+
+MEMLOCK_DEFAULT = 8 * 2**20
+"""Bytes: RLIMIT_MEMLOCK where nobody raised it (Linux's MLOCK_LIMIT and systemd's default; 64 KiB before 5.16).
+Whatever RDMA registers is locked, which for weights is gigabytes; Open MPI's FAQ asks for "unlimited"."""
+
+
+def memory_locks(hello: AgentHello, weights: str, now: float) -> Finding | None:
+    """WARN where a node has RDMA devices, but roles may lock no more memory than by default."""
+    if weights == "tcp" or not hello.rdma or hello.memlock < 0 or hello.memlock > MEMLOCK_DEFAULT:
+        return None
+    text = (
+        f"roles may lock {hello.memlock // 2**10} KiB of memory here, and RDMA ({', '.join(hello.rdma)}) needs what the"
+        " weights take: set LimitMEMLOCK=infinity for slurmd"
+    )
+    evidence = (Evidence("agent", text, now),)
+    return Finding("memlock", Verdict.WARN, Cause.FABRIC, Remedy.SUPPORT, now, evidence, node=hello.node)
+
+
+class GpusTaken:
+    """Which life has which GPU of which node, as roles say when they join. A new manager hears it from all again."""
+
+    def __init__(self) -> None:
+        self._by: dict[tuple[NodeName, str], Life] = {}
+
+    def claim(self, hello: Hello, state: State, now: float) -> Finding | None:
+        """FAIL, about who joins, where another believed life has one of its GPUs: a step that overlaps shares the first
+        ones with all others (measured, docs/architecture.md), and both would run out of memory."""
+        life, node = hello.life, hello.node
+        for gpu in hello.gpus:
+            other = self._by.get((node, gpu))
+            if other is not None and other != life and state.believed(other):
+                text = f"{life} and {other} were both given GPU {gpu} of {node}"
+                evidence = (Evidence("worker", text, now),)
+                return Finding(
+                    "gpu_taken", Verdict.FAIL, Cause.GPU, Remedy.RESTART, now, evidence, life=life, proof=True
+                )
+        self._by.update({(node, gpu): life for gpu in hello.gpus})
+        return None
+
+    def give(self, life: Life, node: NodeName, seen: tuple[str, ...], count: int, state: State) -> tuple[str, ...]:
+        """``count`` of the GPUs that are ``seen`` on a node, for a life that will join there: none that another
+        believed life has said to have. The same ones when it is asked again; none at all where there are too few."""
+        holders = {gpu: self._by.get((node, gpu)) for gpu in seen}
+        mine = [gpu for gpu, holder in holders.items() if holder == life]
+        free = [gpu for gpu, holder in holders.items() if holder is None or not state.believed(holder)]
+        chosen = (*mine, *free)[:count]
+        if len(chosen) < count:
+            return ()
+        self._by.update({(node, gpu): life for gpu in chosen})
+        return chosen
+
+
+def readers_on(job: JobView, gpus: int) -> tuple[str, ...]:
+    """Names of the readers beside the agent of a node with so many GPUs.
+
+    Virtual nodes of the local cluster are one machine, and there is no other to go to: what would condemn all of them
+    is not looked for, nor by several agents at once. Where roles there have GPUs, how these do is worth knowing."""
+    if job.cluster != "local":
+        return READERS
+    return ("nvml",) if gpus else ()
+
+
+def admits(job: JobView, gpus: int) -> bool:
+    """No role is placed on such a node before its agent has said what it finds there."""
+    return job.health.admission and bool(readers_on(job, gpus))

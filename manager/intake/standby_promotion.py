@@ -1,0 +1,112 @@
+"""Tells shadows what they become, and again to whoever has not heard it; and whose a step is that began as a shadow's.
+
+The intent is in the journal before anything is said, so a new manager says the same. It is settled by the member's own
+Hello, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...core.launch import tag_of
+from ...core.run_dir import RunDir
+from ...core.text import say
+from ...core.types import SHADOW, Life, role_of
+from ...transport.messages import Become, Hello
+from ..cluster.base import Refused
+from ..model.actions import Launch
+from ..model.state import Replica, State, owner_of
+from .admission import GpusTaken
+
+RECONNECT = 2.0
+"""s for a shadow that is believed to be there to be heard: one whose manager died dials the next within 1 s"""
+_LOOK = 0.02
+
+
+class Adoptions:
+    """``send`` says something to a peer, ``gpus`` knows who has which."""
+
+    def __init__(
+        self, run: RunDir, state: Callable[[], State], send: Callable[[bytes, Any, int | None], Awaitable[None]],
+        gpus: GpusTaken,
+    ) -> None:  # fmt: skip
+        self._run, self._state, self._send, self._gpus = run, state, send, gpus
+        self._waiting: dict[Life, tuple[bytes, tuple[str, ...]]] = {}
+        """shadow → where it can be told something, and the GPUs that it sees"""
+
+    def heard(self, peer: bytes, hello: Hello) -> None:
+        """A shadow says that it stands by."""
+        self._waiting[hello.life] = peer, hello.gpus
+
+    def forget(self, shadow: Life | None) -> None:
+        """It is heard as what it became, or is no longer believed."""
+        if shadow is not None:
+            self._waiting.pop(shadow, None)
+
+    async def adopt(self, action: Launch) -> None:
+        """Raises Refused where the shadow cannot be told, or has no GPU to give."""
+        shadow = action.shadow
+        assert shadow is not None
+        loop = asyncio.get_running_loop()
+        by = loop.time() + RECONNECT
+        while shadow not in self._waiting:
+            if loop.time() > by:
+                raise Refused(f"{shadow} on {action.node} is not connected")
+            await asyncio.sleep(_LOOK)
+        if not await self.tell(shadow):
+            raise Refused(f"{shadow} on {action.node} sees no free GPU for {action.life}")
+        await asyncio.to_thread(mark_log, self._run, action.life, shadow)
+
+    async def tell(self, shadow: Life) -> bool:
+        """Whatever the state says that it is now. False: its node has no free GPUs for that."""
+        state = self._state()
+        member = became(state, shadow)
+        if member is None or member.node is None:
+            return True  # it was fenced meanwhile
+        peer, seen = self._waiting[shadow]
+        count, gpus = state.job.role(member.role).each.gpus, seen
+        if count and len(seen) > count:
+            gpus = self._gpus.give(member.life, member.node, seen, count, state)
+            if not gpus:
+                return False
+        step = member.step or tag_of(state.run, shadow)
+        await self._send(peer, Become(shadow, member.life, step, gpus), None)
+        return True
+
+
+def became(state: State, shadow: Life) -> Replica | None:
+    """The believed member that this shadow became, or is about to become."""
+    if role_of(shadow.replica) != SHADOW:
+        return None
+    return next((one for one in state.replicas.values() if one.shadow == shadow and one.believed), None)
+
+
+def whose(state: State, life: Life, tag: str) -> Life:
+    """A step that began as a shadow's goes on to speak of itself as that: it is the member's that it became."""
+    if role_of(life.replica) != SHADOW or state.believed(life):
+        return life
+    if (owner := owner_of(state, tag)) is not None:
+        return owner.life
+    held = state.lingering.get(tag)
+    return life if held is None else held.life
+
+
+def named_by(state: State, life: Life) -> Life:
+    """Under which name the step of a life speaks of itself, and its files are called: the shadow's that it was."""
+    held = state.replica(life.replica)
+    return held.shadow if held.life == life and held.shadow is not None else life
+
+
+def mark_log(run: RunDir, life: Life, shadow: Life) -> None:
+    """The log of a member is that of the step which it is: for whoever reads logs, a link says so (blocking)."""
+    link = run.log_file(tag_of(run.id, life))
+    try:
+        with suppress(FileExistsError):
+            os.symlink(run.log_file(tag_of(run.id, shadow)).name, link)
+    except OSError as error:  # a full disk: its lines are found as the shadow's
+        say(f"{Path(link).name}: {error}")

@@ -1,0 +1,172 @@
+"""What is no node's fault but the job's own, or the site's set-up: it would fail on every node, so the run ends early.
+
+A command that is not there, a role that never joins, nodes that cannot import what the job needs.
+
+When restarting the trainer alone does not help any more: it is its software, or the state that it goes on from.
+
+RobustRL's rules (facts of its paper, 5.1): a failure in the first step after a restart, a second failure in the same
+step, a second restart that fails. Here they are asked of failures that nothing else explains. Not evidence against the
+software are:
+
+* a failure that was injected: a drill shows how the trainer is brought back, and two of them in one step say nothing
+  about that step;
+* one of a node: excluded, condemned or gone, it explains whatever failed on it, and is dealt with by other rungs;
+* one in company: many members of other roles failed within the time in which silence is noticed, so that it is the
+  storage, the fabric or the site; nor the next one, whose company may yet have to show;
+* a launch that the cluster refused: the software never had its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ....core.types import AGENT, SHADOW, Flag, NodeName, Outcome, ReplicaId, gang_of, replica_id
+from ...model.actions import Finish, Rung, Why
+from ...model.state import Replica, Start, State, Status, finding_about, node_finding, workers
+from ..capacity.nodes import Rooms, asked_first, never_started
+
+PROVED = 2
+"""Tries after which a command that cannot be started is proved not to be there: on so many nodes, or on the only one
+that there is to try it on."""
+SHOWN = 4
+"""nodes named in a reason; the others are counted"""
+
+
+def not_there(state: State, rooms: Rooms) -> Finish | None:
+    """A role's command could not be started, twice, no replica of the role has ever joined, and it is not the node."""
+    for role in state.job.roles:
+        replicas = [replica for replica in workers(state) if replica.role == role.name]
+        if any(replica.ever_joined for replica in replicas):
+            continue
+        tries = [attempt for replica in replicas for attempt in _tries(state, replica)]
+        nodes = {node for _, node in tries}
+        if len(nodes) >= PROVED or (len(tries) >= PROVED and not _untried(state, rooms, replicas, nodes)):
+            said, _ = tries[-1]
+            return rejected((f"{role.name}: {said} on {_few(node for _, node in tries)}",))
+    return None
+
+
+def _untried(state: State, rooms: Rooms, replicas: list[Replica], tried: set[NodeName]) -> bool:
+    """Another node may yet find the command: one on which a replica of the role is starting, or that has room."""
+    starting = [one for one in replicas if one.believed and finding_about(state, one.life) is None]
+    if any(one.node not in tried for one in starting):
+        return True
+    return any(rooms.vacant_for(one) for one in replicas if _tries(state, one))
+
+
+def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], detector: str) -> tuple[str, ...]:
+    """Return why no incarnation of this replica ever joined, after too many failed starts; empty where there is another
+    reason, or it may yet join. ``evidence`` and ``detector`` are those of its newest failure."""
+    failing = replica.believed and finding_about(state, replica.life) is not None
+    failed = replica.unstarted + failing
+    if replica.role in (AGENT, SHADOW) or replica.ever_joined or failed < state.job.recovery.first_start:
+        return ()
+    if detector == "never_joined":
+        within = f"within {state.job.limits.join:g} s"
+        return (f"{replica.id} never joined {within}, {failed} times: is rrl.join() called?", *evidence)
+    return (*evidence, f"{failed} starts of {replica.id} failed, and none has ever joined")
+
+
+def unfit_nodes(state: State) -> dict[NodeName, str]:
+    """Nodes on which no role can run, and why: in the probe's words, or those of an agent that never started."""
+    found: dict[NodeName, str] = {}
+    for name, node in state.nodes.items():
+        if node.probe:
+            found[name] = node.probe
+        elif asked_first(state, node) and never_started(state, name):
+            failures = state.replica(replica_id(AGENT, name)).failures
+            found[name] = failures[-1].why if failures else "its agent never started"
+    return found
+
+
+def nowhere(state: State) -> Finish | None:
+    """No node can do what the roles need: of the whole run, or of a part of which two were tried; and nobody has ever
+    worked there."""
+    unfit = unfit_nodes(state)
+    if not unfit:
+        return None
+    expected = any(allocation.pending for allocation in state.allocations.values())
+    used = {name: node for name, node in state.nodes.items() if node.allocation and node.excluded is None}
+    every = [role for part in state.job.parts for role in part.roles]
+    for roles, part in [(every, None), *((part.roles, part.name) for part in state.job.parts)]:
+        nodes = [name for name, node in state.nodes.items() if part is None or node.part == part]
+        bad = [name for name in nodes if name in unfit]
+        enough = len(bad) >= PROVED or (bool(bad) and part is None and not expected)
+        open_ = any(name in used and name not in unfit for name in nodes)
+        if enough and not open_ and not any(one.ever_joined for one in workers(state) if one.role in roles):
+            return rejected((f"{unfit[bad[-1]]} on {_few(bad)}",))
+    return None
+
+
+def rejected(why: tuple[str, ...]) -> Finish:
+    return Finish(Outcome.REJECTED, Why(why, Rung.GIVE_UP, "correct the job spec or the site's set-up, submit again"))
+
+
+def all_given_up(state: State, replica: Replica, spared: set[ReplicaId]) -> bool:
+    """No replica of its role has ever joined, and none but this one is still tried. ``spared``: given up just now."""
+    without = {gang_of(replica.id), *spared}
+    others = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) not in without]
+    given_up = [other for other in workers(state) if other.role == replica.role and gang_of(other.id) in spared]
+    tried = [other for other in others if other.status is not Status.RETIRED]
+    return not tried and not any(other.ever_joined for other in (*others, *given_up))
+
+
+def _tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
+    """Starts of this replica that found no command: what was said, and where."""
+    tries = [(start.not_started, start.node) for start in replica.failures if start.not_started is not None]
+    finding = finding_about(state, replica.life) if replica.believed else None
+    if finding is not None and replica.node is not None and Flag.NOT_STARTED in finding.flags:
+        tries.append((finding.evidence[0].text, replica.node))
+    return tries
+
+
+def _few(nodes: Iterable[NodeName]) -> str:
+    names = list(dict.fromkeys(nodes))
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def against_software(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:
+    """Why the whole run is to restart rather than its trainer; empty: nothing speaks for it. ``members``: of the gang,
+    its first one first; ``failed``: the one whose failure is looked at."""
+    recovery = state.job.recovery
+    if failed.role not in {role.name for role in state.job.kind("trainer")} or not recovery.whole:
+        return ()
+    joined, began = failed.status is Status.JOINED, members[0].commits == 0
+    newest = Start(now, failed.node or NodeName(""), step=state.step, injected=bool(failed.fault), joined=joined)
+    if finding_about(state, failed.life) is None or not _counts(state, failed, newest):
+        return ()
+    wholes = [at for at in state.wholes if now < at + recovery.window]
+    since = max(wholes, default=0.0)
+    every = [start for one in members for start in one.recent(recovery.window, now)
+             if start.at > since and start.step == state.step]  # fmt: skip
+    every.sort(key=lambda start: start.at)
+    if any(_in_company(state, failed.role, start.at) for start in every[-1:]):
+        return ()  # that the others fail again may yet have to show
+    past = [start for start in every if _counts(state, failed, start)]
+    after = f"step {state.step}" if state.step else "the start"
+    if not joined:
+        twice = failed.ever_joined and bool(past) and not past[-1].joined
+        return (f"two restarts after {after} have failed, one after the other",) if twice else ()
+    if began and (state.step or wholes):  # else it is the first life of all: that has a second try
+        return (f"its first step failed, the one after {after}: an earlier life has worked up to there",)
+    if any(start.joined for start in past):
+        return (f"a second failure in the same step, the one after {after}",)
+    return ()
+
+
+def _counts(state: State, member: Replica, start: Start) -> bool:
+    node = state.nodes.get(start.node)
+    of_node = node is None or node.excluded is not None or node_finding(state, start.node) is not None
+    return not (start.injected or start.refused or of_node or _in_company(state, member.role, start.at))
+
+
+def _in_company(state: State, role: str, at: float) -> bool:
+    """Others failed about then: at least max(1, the breaker's share) of the members of other roles."""
+    near = state.job.limits.silence
+    others = [one for one in workers(state) if one.role != role]
+    failing = sum(
+        any(abs(start.at - at) <= near for start in one.failures)
+        or (one.believed and state.at - at <= near and finding_about(state, one.life) is not None)
+        for one in others
+    )
+    return failing >= max(1, int(state.job.recovery.breaker * len(others)))

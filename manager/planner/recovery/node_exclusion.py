@@ -1,0 +1,142 @@
+"""The breaker: holds back exclusions that would leave too many nodes at once.
+
+Many nodes that fail together are a fault of the network, of the site or of the manager itself, and replacing them all
+would be worse than waiting for a person (docs/sources.md, guard rails: at most max(1, 20 %) within ten minutes). While
+the cluster itself has lost much of what the run has, what is found on the rest says little.
+
+Of a small pool 20 % are no node at all, and a second node that is really lost would stop the run until Slurm gives it
+up, which takes minutes. A pool of five nodes or more may therefore lose two: they are still a minority, so that the
+majority which goes on reporting proves that the manager hears and that the network carries. Of four nodes two are a
+tie, which proves nothing: there one is the limit, as it is of fewer.
+
+Which nodes are no longer used, and which ones get nobody new.
+
+A node is condemned for what is found on the node itself: its hardware, its silence, its fabric, its storage. What a
+user's or the run's software did there says nothing of the node: it is told, and nothing is done to the node. A WARN
+makes it a suspect: who is there stays, and nobody new goes there while there is a better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from ....core.types import AGENT, SHADOW, Cause, Finding, NodeName, Remedy, role_of
+from ...cluster.base import NodeState
+from ...model.actions import Decision, Exclude, Why
+from ...model.state import Replica, State, Status, gravest, workers
+from ..capacity.nodes import Rooms, condemns
+from ..deadlines import NEVER
+from .failure_class import unfit_nodes
+
+
+def condemn(state: State, rooms: Rooms) -> list[Exclude]:
+    excludes: list[Exclude] = []
+    unfit, slow = unfit_nodes(state), dict(_left_to_spares(state, rooms))
+    for name, node in state.nodes.items():
+        if node.excluded is not None:
+            continue
+        if (finding := _against(state, name)) is not None:
+            excludes.append(_exclude(name, in_words(finding), finding.cause, finding.proof))
+        elif name in unfit:
+            excludes.append(_exclude(name, (f"probe: {unfit[name]}",), Cause.SOFTWARE))
+        elif name in slow:  # it works, if slowly: nobody's to drain
+            excludes.append(_exclude(name, in_words(slow[name]), None))
+    return excludes
+
+
+def in_words(finding: Finding) -> tuple[str, ...]:
+    """Its evidence, for who reads why something was done."""
+    return tuple(f"{finding.detector}: {one.source}: {one.text}" for one in finding.evidence)
+
+
+def _against(state: State, node: NodeName) -> Finding | None:
+    """What condemns it; proof first."""
+    return gravest(one for one in state.findings.values() if one.node == node and condemns(one))
+
+
+def _left_to_spares(state: State, rooms: Rooms) -> Iterator[tuple[NodeName, Finding]]:
+    """The node of a replica that stays slower than its peers, where the job wants to leave such and a spare is there:
+    one, and only while everybody else works, so that nobody else is in need of the spare."""
+    if state.job.health.stragglers != "exclude" or not all(_works(state, one) for one in workers(state)):
+        return
+    for finding in state.findings.values():
+        life = finding.life
+        if life is None or finding.remedy is not Remedy.EXCLUDE or role_of(life.replica) in (AGENT, SHADOW):
+            continue
+        replica = state.replica(life.replica)
+        if state.believed(life) and replica.node is not None and rooms.vacant_for(replica):
+            yield replica.node, finding
+            return
+
+
+def _works(state: State, replica: Replica) -> bool:
+    """Or is not missed."""
+    if replica.status in (Status.RETIRED, Status.COMPLETED):
+        return True
+    node = state.nodes.get(replica.node) if replica.node is not None else None
+    return replica.status is Status.JOINED and node is not None and node.excluded is None
+
+
+def _exclude(node: NodeName, evidence: tuple[str, ...], cause: Cause | None, proof: bool = False) -> Exclude:
+    return Exclude(node, Why(evidence, expects="no further placement on this node"), cause, proof)
+
+
+MINORITY = 2
+"""Nodes that a pool of more than twice as many may always lose within the recovery window, see above."""
+OUTAGE = 0.25
+"""share of the run's nodes, more than one, that are down: then only what is down is left (docs/sources.md, guard rails:
+none while more than 25 % of the cluster is). Slurm tells us of our own nodes only."""
+
+
+class HeldBack(Struct, frozen=True):
+    """An exclusion that the breaker does not let go ahead."""
+
+    exclude: Exclude
+    why: str
+    until: float
+    """manager's time (s) at which it is looked at again; inf: when the cluster reports something else of its nodes"""
+
+
+def exclusions_allowed(share: float, nodes: int) -> int:
+    """Number of a run's ``nodes`` that may be excluded within the recovery window; ``share``: ``recovery.breaker``."""
+    return max(1, int(share * nodes), MINORITY if nodes > 2 * MINORITY else 0)
+
+
+def brake(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], list[HeldBack]]:
+    """Divide decisions, made at ``now`` (manager's time, s), into those that may go ahead and exclusions that may
+    not."""
+    recovery = state.job.recovery
+    allowed = exclusions_allowed(recovery.breaker, len(state.nodes))
+    found = (node for node in state.nodes.values() if node.excluded is not None and not node.asked_by)
+    ends = sorted(node.excluded_at + recovery.window for node in found)
+    recent = [end for end in ends if end > now]
+    excluded = len(recent)
+    passed: list[Decision] = []
+    held: list[HeldBack] = []
+    down = _down(state)
+    outage = len(down) > max(1, OUTAGE * len(state.nodes))
+    for decision in decisions:
+        if isinstance(decision, Exclude):
+            if outage and decision.node not in down:
+                why = f"{len(down)} of {len(state.nodes)} nodes are down: only those are left"
+                held.append(HeldBack(decision, why, NEVER))
+                continue
+            if excluded >= allowed:
+                share = f"{excluded} of {len(state.nodes)} nodes"
+                why = f"{share} excluded within {recovery.window:g} s, and no more may be"
+                held.append(HeldBack(decision, why, recent[0] if recent else now + recovery.window))
+                continue
+            excluded += 1
+        passed.append(decision)
+    return passed, held
+
+
+def held_back(state: State, now: float) -> list[HeldBack]:
+    """The exclusions that a manager would decide at ``now`` (manager's time, s) if the breaker let it: for people."""
+    return brake(state, list(condemn(state, Rooms(state, now))), now)[1]
+
+
+def _down(state: State) -> set[NodeName]:
+    return {name for name, one in state.nodes.items() if one.seen is not None and one.seen.state is NodeState.DOWN}

@@ -1,0 +1,157 @@
+"""Who stands still since when, and what that costs: a replica's GPUs × the time until it works again. Pure.
+
+Fed with every event and the states before and after it; a manager that takes over begins with the state that it found.
+
+Who worked when, so that it can be taken back: a failure is found some time after its first trace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from ...core.types import AGENT, SHADOW, Finding, Life, NodeName, ReplicaId, Verdict, gang_of, role_of
+from ..model import events as ev
+from ..model.actions import Fence, Finish, RestartAll
+from ..model.state import State, Status
+
+AT_WORK_BY_TOKEN = ("trainer", "rollout")
+"""kinds of roles that work again with their first unit of work; the others when they have joined"""
+
+
+class Down(Struct, frozen=True):
+    """A replica stands still ``since`` (manager's time, s); ``node``: of the member that failed."""
+
+    replica: ReplicaId
+    node: str
+    since: float
+    gpus: int
+
+    def gpu_seconds(self, until: float) -> float:
+        return self.gpus * max(0.0, until - self.since)
+
+
+class Downtime:
+    def __init__(self, state: State | None) -> None:
+        self.down: dict[ReplicaId, Down] = {}
+        self.gpu_seconds = 0.0
+        """of all who stood still and work again"""
+        if state is None or state.verdict is not None:
+            return
+        for replica in state.replicas.values():  # of a predecessor: whoever had worked, and does not now
+            idle = replica.status in (Status.WANTED, Status.LAUNCHING, Status.STARTING) and replica.incarnation > 0
+            if idle and replica.ever_joined and replica.role not in (AGENT, SHADOW):
+                self._goes(state, replica.life, replica.down_since)
+
+    def enter(self, before: State | None, after: State, stamped: ev.Stamped) -> list[tuple[Down, bool]]:
+        """Whoever's standstill is over with this event: it works again, or (False) the run ends without it."""
+        event, at = stamped.event, stamped.at
+        if before is None:
+            return []
+        if isinstance(event, ev.Decided):
+            if isinstance(event.action, Finish):
+                return [(self._comes(id, at), False) for id in list(self.down)]
+            for fence in fences(event):
+                if after.verdict is None and role_of(fence.life.replica) not in (AGENT, SHADOW):
+                    self._goes(before, fence.life, first_trace(before, fence.life, at))
+        elif isinstance(event, ev.FirstWorkDone | ev.StepCommitted | ev.Joined):
+            gang = gang_of(event.life.replica)
+            joined_only = isinstance(event, ev.Joined) and _kind(after, gang) in AT_WORK_BY_TOKEN
+            if gang in self.down and after.believed(event.life) and not joined_only:
+                return [(self._comes(gang, at), True)]
+        return []
+
+    def gpu_seconds_by(self, now: float) -> float:
+        """All that was lost up to ``now``, whoever still stands still included."""
+        return self.gpu_seconds + sum(one.gpu_seconds(now) for one in list(self.down.values()))
+
+    def _goes(self, state: State, life: Life, since: float) -> None:
+        gang, held = gang_of(life.replica), state.replica(life.replica)
+        if gang not in self.down:
+            self.down[gang] = Down(gang, held.node or "", since, gpus_of(state, gang))
+
+    def _comes(self, gang: ReplicaId, at: float) -> Down:
+        down = self.down.pop(gang)
+        self.gpu_seconds += down.gpu_seconds(at)
+        return down
+
+
+def fences(event: ev.Decided) -> tuple[Fence, ...]:
+    """Lives that a decision gives up."""
+    if isinstance(event.action, RestartAll):
+        return event.action.fences
+    return (event.action,) if isinstance(event.action, Fence) else ()
+
+
+def against(state: State, life: Life) -> Iterator[Finding]:
+    """What stands against a life or its node, what is about its node first."""
+    node = state.replica(life.replica).node
+    found = [one for one in state.findings.values() if one.verdict is Verdict.FAIL]
+    yield from (one for one in found if node is not None and one.node == node)
+    yield from (one for one in found if one.life == life)
+
+
+def first_trace(state: State, life: Life, at: float) -> float:
+    """Of itself: it may have worked long on a node that something stood against. Of its node, where that is all."""
+    found = [finding for finding in against(state, life) if finding.since > 0]
+    own = [finding.since for finding in found if finding.life == life]
+    return min(own or [finding.since for finding in found], default=at)
+
+
+def gpus_of(state: State, gang: ReplicaId) -> int:
+    """That a whole replica has."""
+    view = next((role for role in state.job.roles if role.name == role_of(gang)), None)
+    return view.each.gpus * view.ranks if view is not None else 0
+
+
+def gpus_on(state: State, node: NodeName) -> int:
+    """That the run has there."""
+    held = state.nodes.get(node)
+    allocation = state.allocations.get(held.allocation) if held is not None else None
+    return allocation.ask.node.gpus if allocation is not None else 0
+
+
+def _kind(state: State, gang: ReplicaId) -> str:
+    return next((role.kind for role in state.job.roles if role.name == role_of(gang)), "")
+
+
+class Worktime:
+    """Intervals of work by replica, in order. Times in s."""
+
+    def __init__(self) -> None:
+        self._done: dict[ReplicaId, list[tuple[float, float]]] = {}
+        self._since: dict[ReplicaId, float] = {}
+        """of those at work now"""
+
+    def begin(self, replica: ReplicaId, at: float) -> None:
+        self._since.setdefault(replica, at)
+
+    def end(self, replica: ReplicaId, at: float) -> None:
+        """It has not worked since ``at``, which may lie in the past: what it was credited after that is taken back."""
+        done = self._done.setdefault(replica, [])
+        if (since := self._since.pop(replica, None)) is not None:
+            done.append((since, max(since, at)))
+        while done and done[-1][1] > at:
+            since, _ = done.pop()
+            if since < at:
+                done.append((since, at))
+
+    def intervals(self, until: float) -> Iterator[tuple[float, float, Counter[str]]]:
+        """(start, end, replicas at work by role) of every interval up to ``until``, in order."""
+        changes: list[tuple[float, int, str]] = []
+        for replica in {**self._done, **self._since}:
+            spans = [*self._done.get(replica, ())]
+            if replica in self._since:
+                spans.append((self._since[replica], until))
+            for start, end in spans:
+                if start < min(end, until):
+                    changes += [(start, 1, role_of(replica)), (min(end, until), -1, role_of(replica))]
+        at_work: Counter[str] = Counter()
+        before = 0.0
+        for at, change, role in sorted(changes):
+            if at > before and at_work:
+                yield before, at, at_work
+            at_work[role] += change
+            before = at

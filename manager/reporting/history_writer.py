@@ -1,0 +1,159 @@
+"""Writes what a run leaves behind about nodes, in a thread of its own: storage that is full, hung or not there costs
+lines, never the run. What is lost is said once, counted, and noted in the file as soon as it can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import queue
+import threading
+import time
+from pathlib import Path
+
+from ...core.run_spec import JobView
+from ...core.text import say
+from ...health.history.records import MAX_FILE_BYTES, MAX_FILE_RECORDS, Alive, Lost, Record, file_name, line
+from ..model import events as ev
+from ..model.state import State
+from .history_events import Chronicle
+
+MOST_WAITING = 4096
+"""records that wait for storage; at some 400 bytes each, 2 MiB"""
+ALIVE = 1800.0
+"""s between two lines of a run that nothing happens to"""
+LEAVE = 3.0
+"""s that the manager's end waits for the newest lines"""
+FOLDER_MODE, FILE_MODE = 0o755, 0o644
+"""everybody may read what was found of the site's nodes; only its user adds to it"""
+_HUNG = "the storage does not answer"
+_write = os.write
+
+
+class HistoryKeeper:
+    """``folder`` empty: nothing is kept. Make it before the manager's first record; ``state``: as the journal left
+    it."""
+
+    def __init__(self, folder: str, run: str, epoch: int, view: JobView, at: float, state: State | None) -> None:
+        self.lost = 0
+        """lines that were not written"""
+        self._said = False
+        self._counting = threading.Lock()
+        self._waiting: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        if not folder:
+            return
+        user = own_name()
+        cluster = os.environ.get("SLURM_CLUSTER_NAME") or view.cluster
+        self._chronicle = Chronicle(run, user, cluster, view.name, epoch, at, state)
+        self._path = Path(folder) / user / file_name(run, epoch)
+        for record in self._chronicle.first:
+            self._put(record)
+        # a daemon: a thread that storage holds up must not keep the manager from leaving
+        self._thread = threading.Thread(target=self._keep, name="history", daemon=True)
+        self._thread.start()
+
+    def notice(self, before: State | None, after: State, stamped: ev.Stamped) -> None:
+        """An event was recorded, which made ``after`` of ``before``. Never blocks, never raises."""
+        if self._thread is None:
+            return
+        for record in self._chronicle.enter(before, after, stamped):
+            self._put(record)
+
+    def close(self) -> None:
+        """Wait a little for what is still to be written (blocking)."""
+        if self._thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=LEAVE)
+            self._thread.join(LEAVE)
+            if self._thread.is_alive():
+                self._lose(self._waiting.qsize(), _HUNG)
+
+    def _put(self, record: Record) -> None:
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._lose(1, _HUNG)
+
+    def _lose(self, lines: int, why: str) -> None:
+        with self._counting:
+            self.lost += lines
+            first, self._said = not self._said, True
+        if first:
+            say(f"history: lines are lost, and the run goes on without them: {self._path}: {why}")
+
+    # ── in the thread ──────────────────────────────────────────────────────────────────────────────────────────────
+    def _keep(self) -> None:
+        file, noted = _File(self._path), 0
+        while True:
+            batch, last = self._batch()
+            if self.lost > noted:
+                batch.append(Lost(time.time(), self.lost - noted))
+            before = self.lost
+            if batch:
+                try:
+                    file.write(batch)
+                    noted = before
+                except OSError as error:
+                    self._lose(sum(not isinstance(one, Lost) for one in batch), error.strerror or str(error))
+            if last:
+                file.close()
+                return
+
+    def _batch(self) -> tuple[list[Record], bool]:
+        """What waits, at least one; a sign of life where nothing comes. True: nothing follows."""
+        try:
+            records = [self._waiting.get(timeout=ALIVE)]
+        except queue.Empty:
+            return [Alive(time.time())], False
+        with contextlib.suppress(queue.Empty):
+            while records[-1] is not None:
+                records.append(self._waiting.get_nowait())
+        return [one for one in records if one is not None], records[-1] is None
+
+
+class _File:
+    """Created by its first write, O_EXCL: nobody else writes to it. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._fd, self._records, self._bytes, self._torn = path, -1, 0, 0, False
+
+    def write(self, records: list[Record]) -> None:
+        if self._fd < 0:
+            self._fd = _create(self._path)
+        data = (b"\n" if self._torn else b"") + b"".join(map(line, records))
+        if self._records + len(records) > MAX_FILE_RECORDS or self._bytes + len(data) > MAX_FILE_BYTES:
+            raise OSError(0, f"it has {self._records} records and {self._bytes} bytes already: no report reads more")
+        self._torn = True  # unless all of it gets there
+        while data:
+            written = _write(self._fd, data)
+            self._bytes += written
+            data = data[written:]
+        self._torn = False
+        self._records += len(records)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+
+
+def _create(path: Path) -> int:
+    """The history folder itself is the administrators' to make: it may be a mount that is away."""
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(mode=FOLDER_MODE)
+        path.parent.chmod(FOLDER_MODE)  # whatever the umask
+    if path.parent.stat().st_uid != os.geteuid():
+        raise PermissionError(0, f"{path.parent} belongs to somebody else")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, FILE_MODE)
+    os.fchmod(fd, FILE_MODE)
+    return fd
+
+
+def own_name() -> str:
+    """As the folder of this user is called: the name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())

@@ -1,0 +1,152 @@
+"""Serves :mod:`rrl.manager.reporting.metrics` over HTTP from threads of its own: a scrape waits for the manager's loop
+never, and no client, however slow or eager, takes more than a few threads and descriptors of the manager's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from ...core.run_dir import RunDir, write_atomically
+from ...core.text import say
+
+Collect = Callable[[], Iterable[Any]]
+"""families of prometheus_client, as of now"""
+
+AT_ONCE = 8
+"""connections; who comes beyond is hung up on"""
+WITHIN = 10.0
+"""s for a connection, from its first byte to its last (Prometheus' scrape_timeout: 10 s by default)"""
+FRESH = 0.5
+"""s for which a page is told again: who asks without a pause makes no work"""
+
+
+class MetricsServer:
+    """``address``: ``host:port``; port 0: any. What it came to is in the run directory's file ``metrics``."""
+
+    def __init__(self, run: RunDir, address: str, collect: Collect) -> None:
+        self._run, self._address, self._page = run, address, _Page(collect)
+        self._server: _Server | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        # opening asks the name service and imports a library: neither is waited for
+        threading.Thread(target=self._open, name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, server = True, self._server
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            with contextlib.suppress(OSError):
+                self._run.metrics.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        """Metrics that cannot be served are said, and cost the run nothing."""
+        host, _, port = self._address.rpartition(":")
+        host = host.strip("[]")
+        try:
+            family, *_, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+            place = (place[0], int(port), *place[2:])
+            with self._lock:
+                if self._closed:
+                    return
+                self._server = server = _Server(family, place, self._page)
+            threading.Thread(target=server.serve_forever, name="metrics-server", daemon=True).start()
+            here = socket.gethostname() if host in ("0.0.0.0", "::") else host
+            told = f"[{here}]" if ":" in here else here
+            write_atomically(self._run.metrics, f"{told}:{server.server_address[1]}\n".encode())
+        except (OSError, OverflowError, ValueError) as error:
+            say(f"metrics are not served at {self._address}: {error}")
+
+
+class _Page:
+    """What is told: made at most once in ``FRESH`` s, by one thread at a time."""
+
+    def __init__(self, collect: Collect) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Now(collect))
+        self._lock = threading.Lock()
+        self._text, self._until = b"", 0.0
+
+    def text(self) -> bytes:
+        from prometheus_client import generate_latest
+
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._text, self._until = generate_latest(self._registry), time.monotonic() + FRESH
+            return self._text
+
+
+class _Now:
+    """prometheus_client's idea of a collector."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Any]:
+        return list(self._collect())
+
+
+class _Server(ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, family: int, place: Any, page: _Page) -> None:
+        self.address_family = family
+        self.page = page
+        self._room = threading.Semaphore(AT_ONCE)
+        super().__init__(place, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread is to be had
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # a timeout of the socket would begin anew with each byte
+        late = threading.Timer(WITHIN, _hang_up, (request,))
+        late.daemon = True
+        late.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            late.cancel()
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone, or was too slow, is nobody's concern."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        text = self.server.page.text()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The manager's output is not for that."""
+
+
+def _hang_up(line: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,342 @@
+"""The journal: framed, checksummed, segmented; events in, events out.
+
+One segment per manager epoch and per ``SEGMENT_RECORDS`` records, each created O_EXCL by its one writer and headed by
+a snapshot of the state, so that ``rrl status`` never folds weeks. A successor seals what it read: its head names the
+length that it accepted of the segment before, so that what a frozen predecessor still writes is never read.
+
+Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is a write that nobody was told of: it is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ...core.run_dir import RunDir
+from ...core.text import escaped, say
+from ..model.events import Stamped
+from ..model.reducer import fold
+from ..model.state import State
+
+SCHEMA = 2
+"""Version of the records. A journal of another version is refused in one line: nothing is decided from it.
+
+2: ends of steps and rejected intents carry a reason as an enum, findings carry flags."""
+SEGMENT_RECORDS = 4000
+"""Records in a segment before the next one: folding so many takes about 50 ms."""
+MAGIC = b"RRLJ\n"
+_FRAME = struct.Struct("<II")
+
+
+class JournalError(Exception):
+    """The journal cannot be read; the text says in one line which segment, where in it, and why."""
+
+
+WHAT_TO_DO = "restore the file from a backup, or submit the run anew"
+"""for a journal with a damaged record: what follows the record cannot be known"""
+
+
+class Head(Struct, frozen=True):
+    """First frame of a segment."""
+
+    schema: int
+    epoch: int
+    state: State | None
+    """as of the segment's start; None only at the very beginning"""
+    before: str = ""
+    """name of the segment before"""
+    accepted: int = 0
+    """bytes of it that count"""
+
+
+class _Schema(Struct, frozen=True):
+    """Of a head by whomever: all that is read before it is known that the rest can be."""
+
+    schema: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_schema = msgspec.msgpack.Decoder(_Schema).decode
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_event = msgspec.msgpack.Decoder(Stamped).decode
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""what msgspec raises for damaged bytes: text that is not UTF-8 is no DecodeError"""
+
+
+class Journal:
+    """The writer of one manager epoch. :meth:`append` is cheap; nothing counts before :meth:`flush` returned.
+
+    :meth:`flush` and :meth:`rotate` may run in threads beside the loop that appends."""
+
+    def __init__(self, run: RunDir, epoch: int) -> None:
+        self._run = run
+        self._epoch = epoch
+        self._part = 0
+        self._writing = threading.Lock()
+        self._buffer: list[tuple[int, bytes]] = []
+        """(seq, frame); only ever appended to and cut at its front, so that a flush beside it loses nothing"""
+        self._records = 0
+        follower = Follower(run)
+        self.state = follower.state()
+        """what the journal said when this epoch took it over; None for a new run"""
+        if torn := follower.torn:
+            told = f"{follower.where[0]}: {torn} bytes of an unfinished record are ignored"
+            say(f"{told}; nobody was told of it")
+        before, accepted = follower.where
+        if before:
+            _sync(run.journal / before)  # its writer may have died between a write and its sync, and we count on both
+        self._path, self._fd = self._open(self.state, before, accepted)
+
+    def append(self, stamped: Stamped) -> None:
+        frame = _framed(_encode(stamped))
+        self._buffer.append((stamped.seq, frame))
+        self._records += 1
+
+    def flush(self) -> None:
+        """Write and fsync what was appended (blocking: called off the loop). Raises OSError when the disk is full."""
+        with self._writing:
+            self._write(len(self._buffer))
+
+    @property
+    def unwritten(self) -> int:
+        """Records that are not durable yet."""
+        return len(self._buffer)
+
+    @property
+    def full(self) -> bool:
+        return self._records >= SEGMENT_RECORDS
+
+    def rotate(self, state: State) -> None:
+        """Go on in a fresh segment headed by ``state``; what was appended after it follows there.
+
+        Raises OSError when there is no room for one: then the old segment goes on."""
+        with self._writing:
+            self._write(sum(seq <= state.seq for seq, _ in self._buffer))
+            length = os.lseek(self._fd, 0, os.SEEK_CUR)
+            path, fd = self._open(state, self._path.name, length)
+            os.close(self._fd)
+            self._path, self._fd, self._records = path, fd, len(self._buffer)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            os.close(self._fd)
+
+    def _write(self, count: int) -> None:
+        """The first ``count`` frames of the buffer; they stay there unless they are durable."""
+        if not count:
+            return
+        start = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            _write_all(self._fd, b"".join(frame for _, frame in self._buffer[:count]))
+            os.fsync(self._fd)
+        except OSError:
+            os.lseek(self._fd, start, os.SEEK_SET)  # a torn frame may follow: the next flush writes over it
+            os.ftruncate(self._fd, start)
+            raise
+        del self._buffer[:count]
+
+    def _open(self, state: State | None, before: str, accepted: int) -> tuple[Path, int]:
+        self._part += 1
+        path = self._run.journal / f"{self._epoch:06}-{self._part:06}.seg"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            head = Head(SCHEMA, self._epoch, state, before, accepted)
+            _write_all(fd, MAGIC + _framed(_encode(head)))
+            os.fsync(fd)
+            _sync(self._run.journal)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)  # without a head it counts for nothing, should it not go or come back
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        return path, fd
+
+
+def replay(run: RunDir) -> Iterator[Stamped]:
+    """Every event of the run in order. Raises JournalError."""
+    for path, end in _chain(run):
+        head, offset = _head(path)
+        if head is None:
+            continue
+        read = offset
+        for stamped, read in _framed_events(path, offset, end):  # noqa: B007 (where the last one ends)
+            yield stamped
+        if end is not None and read != end:
+            raise JournalError(f"{path}: it cannot be read beyond byte {read}, though {end} bytes of it count")
+
+
+def read_state(run: RunDir) -> State | None:
+    """The state as of the newest record; None when there is no journal yet. Raises JournalError."""
+    return Follower(run).state()
+
+
+class Follower:
+    """Reads the state again and again at the price of what is new (for ``rrl status --live`` and logs)."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._segment: Path | None = None
+        self._offset = 0
+        self._state: State | None = None
+
+    @property
+    def where(self) -> tuple[str, int]:
+        """Name of the segment that was read last, and how much of it."""
+        return (self._segment.name, self._offset) if self._segment else ("", 0)
+
+    @property
+    def torn(self) -> int:
+        """Bytes behind the last whole record: of one that is being written, or whose writer died over it."""
+        if self._segment is None:
+            return 0
+        try:
+            return max(0, self._segment.stat().st_size - self._offset)
+        except OSError:
+            return 0
+
+    def state(self) -> State | None:
+        segments = _segments(self._run)
+        if not segments or segments[-1] != self._segment:
+            newest = _newest(self._run)
+            if newest is None:
+                return self._state
+            if newest[0] != self._segment:
+                self._segment, self._offset, self._state = newest[0], newest[2], newest[1].state
+        assert self._segment is not None
+        for stamped, end in _framed_events(self._segment, self._offset, None):
+            try:
+                self._state = fold(self._state, stamped)
+            except Exception as error:  # no event that a manager wrote does that, and a damaged one can do anything
+                raise _damaged(self._segment, f"the record that ends at byte {end}", error) from error
+            self._offset = end
+        if self._state is not None and self._state.run != self._run.id:
+            raise JournalError(f"{self._segment}: it is the journal of {self._state.run}, not of {self._run.id}")
+        return self._state
+
+
+def _segments(run: RunDir) -> list[Path]:
+    """By name. Raises OSError where the folder cannot be listed: that is not the same as an empty one."""
+    try:
+        names = os.listdir(run.journal)
+    except FileNotFoundError:
+        return []
+    return sorted(run.journal / name for name in names if name.endswith(".seg"))
+
+
+def _newest(run: RunDir) -> tuple[Path, Head, int] | None:
+    """The newest segment that has a whole head, and where its records begin. One without is being created at this
+    moment, or its manager died over it: nothing was ever told from it."""
+    for path in reversed(_segments(run)):
+        head, offset = _head(path)
+        if head is not None:
+            return path, head, offset
+    return None
+
+
+def _chain(run: RunDir) -> list[tuple[Path, int | None]]:
+    """The segments that count, oldest first, and where each ends: followed back from the newest one's head.
+
+    A segment that no successor names was written by a manager that had already been succeeded."""
+    chain: list[tuple[Path, int | None]] = []
+    newest = _newest(run)
+    name, end = newest[0].name if newest is not None else "", None
+    while name:
+        chain.append((run.journal / name, end))
+        head = _head(run.journal / name)[0]
+        if head is None:
+            raise JournalError(f"{run.journal / name}: its head is torn, though a later segment counts on it")
+        name, end = head.before, head.accepted
+    return chain[::-1]
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _frame_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
+    """The payload at ``offset`` and the end of its frame, or None where no whole frame lies."""
+    if offset + _FRAME.size > len(data):
+        return None
+    length, crc = _FRAME.unpack_from(data, offset)
+    payload = data[offset + _FRAME.size : offset + _FRAME.size + length]
+    if not payload or len(payload) < length or zlib.crc32(payload) != crc:  # zeros are a file that grew and no more
+        return None
+    return payload, offset + _FRAME.size + length
+
+
+def _head(path: Path) -> tuple[Head | None, int]:
+    """The head and where the records begin; None where it is not (yet) whole."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC) + _FRAME.size)
+            if start and not start.strip(b"\0"):  # after a power cut: the file grew, and its bytes did not come
+                return None, 0
+            if not start.startswith(MAGIC[: len(start)]):
+                raise JournalError(f"{path}: not a journal of rrl (it starts with {start[:5]!r})")
+            if len(start) < len(MAGIC) + _FRAME.size:
+                return None, 0
+            length = _FRAME.unpack_from(start, len(MAGIC))[0]
+            frame = _frame_at(start[len(MAGIC) :] + file.read(length), 0)
+    except FileNotFoundError:
+        raise JournalError(f"{path}: it is missing, though a later segment counts on it") from None
+    if frame is None:
+        return None, 0
+    try:
+        schema = _decode_schema(frame[0]).schema
+        if schema > SCHEMA:
+            raise JournalError(f"{path}: written by a newer rrl (schema {schema}, this one reads schema {SCHEMA})")
+        if schema < SCHEMA:
+            raise JournalError(
+                f"{path}: written by an older rrl (schema {schema}, this one reads schema {SCHEMA}); "
+                f"use the version of rrl that wrote it, or submit the run anew"
+            )
+        return _decode_head(frame[0]), len(MAGIC) + frame[1]
+    except _UNDECODABLE as error:
+        raise _damaged(path, "its head", error) from error
+
+
+def _framed_events(path: Path, offset: int, end: int | None) -> Iterator[tuple[Stamped, int]]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read() if end is None else file.read(max(0, end - offset))
+    at = 0
+    while (frame := _frame_at(data, at)) is not None:
+        payload, after = frame
+        try:
+            stamped = _decode_event(payload)
+        except _UNDECODABLE as error:
+            raise _damaged(path, f"the record at byte {offset + at}", error) from error
+        at = after
+        yield stamped, offset + at
+
+
+def _damaged(path: Path, what: str, error: Exception) -> JournalError:
+    """``what``: the record. One line, whatever the damaged bytes put into the error's text."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    return JournalError(f"{path}: {what} cannot be read: {escaped(why)}; {WHAT_TO_DO}")
+
+
+def _sync(path: Path) -> None:
+    """Of a file, or of a folder's names; whoever wrote them."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

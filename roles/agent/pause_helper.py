@@ -1,0 +1,110 @@
+"""``python -m rrl.roles.agent.pause_helper PID.START SHARE SECONDS [MARK]``: stops a process and continues it, for a
+time.
+
+A process of its own, so that it can hold its own agent too, and so that the target runs again whatever happens to the
+agent: when the agent ends, the target is continued. What lasts without end has 0 seconds. With ``MARK`` it is the
+target's process group that is held, and the file says by whom, for the case that this process is killed over it
+(:func:`rrl.roles.agent.fault_injection.let_go`). Says one line before it stops anything and one once the target runs
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP, Signals
+
+from ...core.processes import Process, look, open_pidfd
+from ..launcher.process_group import kill_group
+from .fault_injection import TOLD
+
+PERIOD = 0.1
+"""s from one stop to the next of what is slowed: far below every beat, so that it looks slow and not dead"""
+
+
+def main() -> int:
+    name, share, seconds = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+    mark = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    parent = os.getppid()
+    target = look(int(name.partition(".")[0]))
+    fd = open_pidfd(target) if target is not None and target.name == name else None
+    if target is None or fd is None:
+        print(f"pid {name.partition('.')[0]} was gone", file=sys.stderr)
+        return 1
+    watched = [fd]
+    if target.pid != parent:  # who is held itself cannot be watched over it
+        watched.append(os.pidfd_open(parent))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with _marked(mark):
+        _say(f"SIGSTOP to {_named(target, mark)}" + (f", {share:g} of the time left to it" if share else ""))
+        if mark is None:
+            time.sleep(TOLD)  # the agent passes this on before it is stopped
+        try:
+            _hold(target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched)
+        finally:
+            lives = _signal(target, mark is not None, SIGCONT)
+    with contextlib.suppress(OSError):  # the agent may be gone
+        _say("SIGCONT: it runs again" if lives else "it has ended")
+    return 0
+
+
+def _hold(target: Process, group: bool, share: float, until: float, watched: list[int]) -> None:
+    """Until it is time, or the target or whoever ordered this is gone."""
+    poll = select.poll()
+    for fd in watched:
+        poll.register(fd, select.POLLIN)
+    while (left := until - time.monotonic()) > 0:
+        if not _signal(target, group, SIGSTOP):
+            return
+        stopped = min(left, (1 - share) * PERIOD) if share else left
+        if poll.poll(None if stopped == float("inf") else stopped * 1000):
+            return
+        if share:
+            _signal(target, group, SIGCONT)
+            if poll.poll(share * PERIOD * 1000):
+                return
+
+
+def _signal(target: Process, group: bool, number: Signals) -> bool:
+    now = look(target.pid)
+    if now is None or now.started != target.started:
+        return False
+    if group:
+        return kill_group(target.pid, number)
+    try:
+        os.kill(target.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _marked(mark: Path | None) -> Iterator[None]:
+    if mark is None:
+        yield
+        return
+    me = look(os.getpid())
+    assert me is not None
+    mark.write_text(me.name)
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _named(target: Process, mark: Path | None) -> str:
+    return f"pid {target.pid}" if mark is None else f"process group {target.pid}"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The log file of one life: rotated by size, limited in rate. What a role writes becomes whole lines with their times.
+
+Nothing here raises: a full or failing disk costs lines, not the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from ....core.log_lines import STAMP, missing, second_text
+
+FILE_BYTES = 64 * 2**20
+"""size at which a file is rotated"""
+FILES = 3
+"""files kept: ``<tag>.log``, ``<tag>.log.1`` (older), ``<tag>.log.2`` (oldest)"""
+RATE = 1 * 2**20
+"""bytes/s written on average: a flood of three minutes fits the files, 100 floods load the storage by 100 MiB/s"""
+BURST = 16 * 2**20
+"""bytes that may come at once: a long traceback from every thread, a table at start"""
+LINE_BYTES = 16 * 2**10
+"""a longer line becomes several, as Docker's json-file driver does it"""
+HELD = 1.0
+"""s that an unfinished line waits for its end: then it is written as it is"""
+_STRETCH = 1 / 16
+"""of the burst: who was cut off writes again once he may write so much, else a flood is a comb of single lines"""
+
+
+class RotatingLog:
+    """Appends to ``path``; the one writer of that file, for O_APPEND is not atomic between the clients of an NFS."""
+
+    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
+        self._path, self._file_bytes, self._files = path, file_bytes, files
+        self._fd: int | None = None
+        self._size = 0
+
+    def append(self, data: bytes) -> int:
+        """How many bytes of some whole lines were written: all, unless the disk is full or away."""
+        done = 0
+        try:
+            if self._size and self._size + len(data) > self._file_bytes:
+                self._rotate()
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                self._size = os.fstat(self._fd).st_size
+            view = memoryview(data)
+            while done < len(data):
+                written = os.write(self._fd, view[done:])
+                self._size += written
+                done += written
+        except OSError:  # ENOSPC, ESTALE, quota: opened anew when there may be room again
+            self._shut()
+        return done
+
+    def close(self) -> bool:
+        """False when what was appended may not have reached the disk."""
+        try:
+            if self._fd is not None:
+                os.fsync(self._fd)
+            return True
+        except OSError:
+            return False
+        finally:
+            self._shut()
+
+    def _rotate(self) -> None:
+        self._shut()
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, self._files))]
+        for newer, older in reversed(list(pairwise(names))):
+            if newer.exists():
+                os.replace(newer, older)
+        if len(names) == 1:
+            self._path.unlink()
+
+    def _shut(self) -> None:
+        fd, self._fd, self._size = self._fd, None, 0
+        if fd is not None:
+            with contextlib.suppress(OSError):  # NFS may tell only here what it could not write, too late to act on
+                os.close(fd)
+
+
+class Limiter:
+    """Lets through what a rate allows, by whole lines. ``dropped`` counts the bytes that it did not."""
+
+    def __init__(self, rate: float = RATE, burst: int = BURST, clock: Callable[[], float] = time.monotonic) -> None:
+        self.dropped = 0
+        self._rate, self._burst, self._clock = rate, burst, clock
+        self._tokens, self._filled = float(burst), clock()
+        self._dropping = False
+        self._within_dropped_line = False
+
+    def admit(self, data: bytes) -> bytes:
+        """The part of ``data`` that may be written; a line counts with its time."""
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled) * self._rate)
+        self._filled = now
+        if self._dropping and self._tokens < self._burst * _STRETCH:
+            return self._refuse(b"", data)
+        self._dropping = False
+        if self._within_dropped_line:
+            data = self._skip_rest_of_line(data)
+        cost = len(data) + (STAMP + 1) * data.count(b"\n")
+        if cost <= max(0.0, self._tokens):
+            self._tokens -= cost
+            return data
+        cut = data.rfind(b"\n", 0, int(len(data) * self._tokens / cost)) + 1  # as if all lines were of one length
+        self._tokens -= cost * cut / len(data)
+        return self._refuse(data[:cut], data[cut:])
+
+    def _refuse(self, allowed: bytes, refused: bytes) -> bytes:
+        self.dropped += len(refused)
+        self._dropping = True
+        self._within_dropped_line = not refused.endswith(b"\n")
+        return allowed
+
+    def _skip_rest_of_line(self, data: bytes) -> bytes:
+        rest = data.find(b"\n") + 1
+        if not rest:
+            self.dropped += len(data)
+            return b""
+        self._within_dropped_line = False
+        self.dropped += rest
+        return data[rest:]
+
+
+class Stamper:
+    """Makes whole lines with their times of what comes in pieces.
+
+    A line that a carriage return writes over (a progress bar) is written in its newest state only: at its end, or every
+    ``HELD`` s. The clock gives ns since the epoch; one that is set back makes times stand still.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self._clock = clock
+        self._last = 0
+        self._second, self._text = -1, b""
+        self._rest = b""
+        self._rest_since = 0.0
+        self._broken = False
+        """the line that comes has been written in part"""
+
+    def take(self, data: bytes, now: float = 0.0) -> bytes:
+        """The lines that ``data`` completes. ``now``: s, by the clock that :meth:`due` is asked with."""
+        if not self._rest:
+            self._rest_since = now
+        first, *lines = (self._rest + data).split(b"\n")
+        if not lines:
+            self._rest = _newest(first)
+        else:
+            self._rest, self._rest_since = _newest(lines.pop()), now
+            if first.rstrip(b"\r") or not self._broken:
+                lines.insert(0, first)
+            self._broken = False
+        if len(self._rest) > LINE_BYTES:
+            lines.append(self._rest)
+            self._rest, self._broken = b"", True
+        return self._stamped(lines)
+
+    def due(self, now: float) -> float | None:
+        """s until the unfinished line is to be written (:meth:`flush`); None when there is none."""
+        return max(0.0, self._rest_since + HELD - now) if self._rest else None
+
+    def flush(self) -> bytes:
+        """The unfinished line as it is."""
+        lines, self._broken = [self._rest] if self._rest else [], bool(self._rest) or self._broken
+        self._rest = b""
+        return self._stamped(lines)
+
+    def gap(self, count: int) -> bytes:
+        """The unfinished line, and a line that says that ``count`` bytes are missing after it."""
+        flushed = self.flush()
+        self._broken = False
+        return flushed + self._stamped([missing(count)])
+
+    def _stamped(self, lines: list[bytes]) -> bytes:
+        at = max(self._clock() // 1000, self._last + 1)
+        out: list[bytes] = []
+        for line in lines:
+            if b"\r" in line:
+                line = _newest(line).rstrip(b"\r")
+            for start in range(0, len(line) or 1, LINE_BYTES):
+                second, micros = divmod(at, 1_000_000)
+                if second != self._second:
+                    self._second, self._text = second, second_text(second)
+                out.append(b"%s%06dZ %s\n" % (self._text, micros, line[start : start + LINE_BYTES]))
+                at += 1
+        self._last = at - 1
+        return b"".join(out)
+
+
+def _newest(line: bytes) -> bytes:
+    """What a terminal would show of it, one return at its end left as it is: its newline may yet come."""
+    body = line.rstrip(b"\r")
+    return line[body.rfind(b"\r") + 1 :] if b"\r" in body else line

@@ -1,0 +1,148 @@
+"""The tokenizer of a Hugging Face folder, from its files alone: tokenizer.json, and what tokenizer_config.json,
+generation_config.json and config.json say of special tokens.
+
+Not by transformers, whose AutoTokenizer loads torch: 3.2 s of processor time in every store and reward process, against
+0.05 s for the library underneath, which does the work in both. What they give is compared in the tests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from ...config.model_folder import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, ends_of, read_json
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+"""names under which a chat template may ask for them"""
+
+
+class FolderTokenizer:
+    """``chat``: prompts are put into the folder's chat template, as what a user said. Raises ValueError, naming the
+    file, where the folder lacks what is needed."""
+
+    def __init__(self, folder: Path, *, chat: bool) -> None:
+        path = folder / TOKENIZER
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain ones, whatever is wrong
+            raise ValueError(f"[model] path: {path} cannot be read: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        said = read_json(folder / TOKENIZER_CONFIG)
+        self._special = {name: token for name in _SPECIAL_TOKENS if (token := _text(said.get(name)))}
+        own = self._id("eos_token")
+        self._ends = _ends(folder, own)
+        if not self._ends:
+            raise ValueError(f"[model] path: {folder} names no end of sequence: {TOKENIZER_CONFIG} has no eos_token,"
+                             " generation_config.json and config.json have no eos_token_id")  # fmt: skip
+        self._eos = min(self._ends) if own is None else own
+        pad = self._id("pad_token")
+        self._pad = self._eos if pad is None else pad
+        self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._chat = _chat_template(folder, said) if chat else None
+
+    def _id(self, name: str) -> int | None:
+        token = self._special.get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    @property
+    def size(self) -> int:
+        """Ids in all; the model may embed more, to have a round number of them."""
+        return self._size
+
+    @property
+    def eos(self) -> int:
+        return self._eos
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self._ends
+
+    @property
+    def pad(self) -> int:
+        return self._pad
+
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """With what the tokenizer puts around a text, or the chat template does. Raises ValueError where that refuses
+        it."""
+        if self._chat is None:
+            return tuple(self._tokenizer.encode(text).ids)
+        try:
+            asked = self._chat(messages=[{"role": "user", "content": text}], **self._special)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses {text[:100]!r}: {error}") from None
+        return self.encode(asked)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text up to the end of the sequence, without special tokens. An id that is no token is no text."""
+        end = next((place for place, token in enumerate(tokens) if token in self._ends), len(tokens))
+        text: str = self._tokenizer.decode(list(tokens[:end]), skip_special_tokens=True)
+        return text
+
+
+def _ends(folder: Path, eos: int | None) -> frozenset[int]:
+    """The tokenizer's own end, and those that the model was made to stop at."""
+    given = ends_of(folder)
+    listed = given if isinstance(given, list) else [given]
+    return frozenset(each for each in (eos, *listed) if isinstance(each, int))
+
+
+def _text(token: Any) -> str | None:
+    """A token as tokenizer_config.json writes it: its text, or a table of it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+# ── the chat template ──────────────────────────────────────────────────────────────────────────────────────────────
+def _chat_template(folder: Path, said: dict[str, Any]) -> Callable[..., str]:
+    """Messages to text, ended so that the model answers. The file beside the configuration counts first, as it does for
+    transformers.
+
+    ``strftime_now`` is not offered: templates that would write today's date (Llama 3's) then write a fixed one, and the
+    prompt of an item is the same in every process on every day."""
+    file = folder / CHAT_TEMPLATE
+    source = file.read_text(encoding="utf-8") if file.exists() else said.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+    if not isinstance(source, str):
+        raise ValueError(f"[model] chat: {folder} has no chat template; remove chat, or add {CHAT_TEMPLATE}")
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    jinja.filters["tojson"] = _to_json
+    jinja.globals["raise_exception"] = _refuse
+    try:
+        template = jinja.from_string(source)
+    except TemplateError as error:
+        raise ValueError(f"[model] chat: the chat template of {folder} cannot be read: {error}") from None
+    return lambda **given: template.render(**given, add_generation_prompt=True)
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what an assistant said, for training on it; here it is text like any other."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2's own
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Without jinja2's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(why: str) -> None:
+    raise TemplateError(why)

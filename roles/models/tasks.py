@@ -1,0 +1,133 @@
+"""Where prompts and rewards come from: a reasoning-gym dataset, or a function of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from .tokenizer import Tokenizer
+
+_KEYS = {"dataset", "args", "function", "prompt", "size", "partial_credit"}
+_SIZE = 200_000
+
+
+class Task(Protocol):
+    """Numbered items without end; the i-th is the same in every process of the run."""
+
+    def prompt(self, i: int) -> str: ...
+
+    def answer(self, i: int) -> str:
+        """A right answer, for a supervised warm start."""
+        ...
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        """The reward that is reported, and the one that is learnt from."""
+        ...
+
+
+class TaskError(ValueError):
+    """``[task]`` cannot be used as it is written."""
+
+
+def load_task(
+    spec: Mapping[str, Any], seed: int, tokenizer: Tokenizer | None = None, folder: Path | None = None
+) -> Task:
+    """The task of ``[task]``. ``folder``: where job.toml lies; a user's function is imported from there.
+
+    ``tokenizer`` decides what a token is where partial credit counts them; without it words do. Raises TaskError.
+    """
+    if unknown := sorted(spec.keys() - _KEYS):
+        raise TaskError(f"[task] has unknown keys: {', '.join(unknown)}")
+    if (spec.get("dataset") is None) == (spec.get("function") is None):
+        raise TaskError('[task] needs exactly one of: dataset = "<reasoning-gym name>", function = "module:function"')
+    if spec.get("function") is not None:
+        return _call(spec["function"], seed, spec.get("args") or {}, folder)
+    return DatasetTask(
+        spec["dataset"],
+        spec.get("args") or {},
+        seed,
+        prompt=spec.get("prompt") or "{question}",
+        size=spec.get("size") or _SIZE,
+        partial_credit=spec.get("partial_credit") or 0.0,
+        split=tokenizer.encode if tokenizer else str.split,
+    )
+
+
+def _call(name: str, seed: int, args: Mapping[str, Any], folder: Path | None) -> Task:
+    """``module:function`` called with ``seed`` and ``args``."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise TaskError(f'[task] function = "{name}" must be "module:function"')
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        made = getattr(importlib.import_module(module), function)(seed=seed, **args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise TaskError(f'[task] function = "{name}": {error}') from error
+    if missing := [method for method in ("prompt", "answer", "score") if not callable(getattr(made, method, None))]:
+        raise TaskError(f'[task] function = "{name}" returned an object without {", ".join(missing)}')
+    task: Task = made
+    return task
+
+
+class DatasetTask:
+    """A reasoning-gym dataset with its own scorer.
+
+    Item i of a dataset depends on its seed + i alone, so datasets whose seeds differ by less than their size overlap
+    (measured). Seeds of runs are therefore a whole size apart, and the first ``size`` seeds are used by no run whose
+    own seed is 0 or more: held-out items can be taken from there.
+
+    A wrong answer of the right length gets ``partial_credit`` times its share of right tokens, added to what the
+    scorer gives, in the training reward only.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        args: Mapping[str, Any],
+        seed: int,
+        *,
+        prompt: str,
+        size: int,
+        partial_credit: float,
+        split: Callable[[str], Sequence[object]],
+    ) -> None:
+        import reasoning_gym  # here: whoever only names a Task need not have it
+
+        try:
+            self._dataset = reasoning_gym.create_dataset(dataset, seed=(seed + 1) * size, size=size, **args)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise TaskError(f'[task] dataset = "{dataset}": {error}') from error
+        self._prompt = prompt
+        self._size = size
+        self._partial_credit = partial_credit
+        self._split = split
+        self._item = lru_cache(maxsize=1024)(self._make)  # an item is asked for once a trajectory of its group
+        try:
+            self.prompt(0)
+        except (KeyError, IndexError, AttributeError, ValueError) as error:
+            raise TaskError(f'[task] prompt = "{prompt}" does not fit an item of {dataset}: {error!r}') from error
+
+    def _make(self, i: int) -> dict[str, Any]:
+        item: dict[str, Any] = self._dataset[i]
+        return item
+
+    def prompt(self, i: int) -> str:
+        return self._prompt.format(**self._item(i % self._size))
+
+    def answer(self, i: int) -> str:
+        return str(self._item(i % self._size)["answer"])
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        reward = float(self._dataset.score_answer(answer, self._item(i % self._size)))
+        if reward >= 1 or not self._partial_credit:
+            return reward, reward
+        given, right = self._split(answer), self._split(self.answer(i))
+        if len(given) != len(right) or not right:
+            return reward, reward
+        share = sum(a == b for a, b in zip(given, right, strict=True)) / len(right)
+        return reward, reward + self._partial_credit * share

@@ -1,0 +1,292 @@
+"""The processes of one trainer, as they find each other: always a fresh rendezvous, in each incarnation anew.
+
+The first member opens a key-value store of torch's and announces it through the manager; the others wait to hear of it.
+torch's store and gloo authenticate nobody. Both listen at the run's own address only (the store on a socket that is
+bound there: torch itself binds every interface), and nothing that arrives is unpickled
+(:mod:`rrl.roles.trainer.exchange`). Whoever reaches that address can still list and change the keys of the store, and
+read and change what ranks exchange. The keys of each life are its own so that no two gangs meet by mistake. All groups
+are made at the start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
+
+How a batch comes to the members of a gang: the first one asks the store for it, once, and sends each its share.
+
+A share has the tokens of a member's own trajectories, and of all others what the step as a whole depends on
+(:func:`rrl.roles.trajectories.batches.share`). It is sent as it came from the store, 8 bytes a token, one member's at a
+time: nowhere is there more than the batch and one share of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import rrl
+
+from ...core.types import Life, member_id
+from ...transport.address import NoAddress, interfaces
+from ...transport.messages import Peers
+from ..models.policy import blocks
+from ..models.tensors import given_device
+from ..trajectories.batches import share, unpacked
+from ..trajectories.types import Batch, PackedBatch
+from ..worker.connection import Stopping
+from . import exchange
+
+FORMED_BY = 60.0
+"""s within which all members must have met once all have joined (until then the manager's deadlines hold). torch's own
+are not kept: a rendezvous under used keys failed after 25 s with a timeout of 5 (docs/sources.md)"""
+STANDSTILL = 24 * 3600.0
+"""s after which a collective operation that a member is missing from fails. Members wait in one for whoever is still at
+work (a step may take 6 h, a write 1 h: :mod:`rrl.core.phases`) or waits for a store that is away; the manager finds who
+hangs long before, also where a network swallows what is sent"""
+TOLD_BY = 10.0
+"""s that a member which lost another one waits to be told so. Survivors fail 30 ms after a death: who leaves first by
+itself would be taken for its cause"""
+_LOOK = 0.2
+"""s between two looks whether the manager asked us to stop"""
+_LOST = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe")
+"""parts of messages of torch's when another member is gone: it raises plain RuntimeErrors"""
+
+T = TypeVar("T")
+
+
+class Gang:
+    """``world`` processes, of which this is ``rank``; alone (the default) it needs nothing of torch.distributed.
+
+    ``talk`` is the gloo group of the main thread, ``files`` that of the thread that writes checkpoints."""
+
+    def __init__(
+        self, rank: int = 0, world: int = 1, device: torch.device | None = None, *, mesh: DeviceMesh | None = None,
+        talk: dist.ProcessGroup | None = None, files: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.world = rank, world
+        self.device = device or torch.device("cpu")
+        self.talk, self.files = talk, files
+        self._mesh = mesh
+        self.file_mesh = DeviceMesh.from_group(files, "cpu") if files is not None else None
+        """for host copies of shards"""
+
+    def shard(self, model: nn.Module, computes_in: torch.dtype = torch.float32) -> nn.Module:
+        """Spread the parameters over the members (FSDP2), a layer at a time. Parameters of another dtype than
+        ``computes_in`` stay what they are, and are cast for each use; gradients are summed up in float32."""
+        if self._mesh is None:
+            if any(parameter.dtype != computes_in for parameter in model.parameters()):
+                raise ValueError(f"without a group of processes a model computes in what its parameters are, not in"
+                                 f" {computes_in}")  # fmt: skip
+            return model
+        policy = MixedPrecisionPolicy()
+        if computes_in != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32)
+        for layer in blocks(model):
+            fully_shard(layer, mesh=self._mesh, mp_policy=policy)
+        fully_shard(model, mesh=self._mesh, mp_policy=policy)
+        return model
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Of all members, place by place."""
+        if self.talk is None:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.talk)
+        return [float(value) for value in total]
+
+    def all(self, mine: bool) -> bool:
+        """Whether it is so for each member."""
+        return self.sum([float(mine)])[0] == self.world
+
+    def gather(self, mine: T, kind: Any) -> list[T]:
+        """The value of each member, by rank; ``kind`` is their type (:func:`rrl.roles.trainer.exchange.gather`)."""
+        return exchange.gather(self.talk, mine, kind)
+
+    def from_first(self, do: Callable[[], T], kind: Any) -> T:
+        """What ``do``, called by the first member alone, gives, in all members; ``kind`` is its type."""
+        return exchange.from_first(self.talk, self.rank, do, kind)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor; all members must call it."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def form(me: rrl.Worker, computes_in: torch.dtype = torch.float32) -> Gang:
+    """Meet the other members. Ends the process when that takes longer than FORMED_BY, and when it has not got the GPU
+    that it was given. Raises Stopping.
+
+    One that is alone needs a group too where it computes in another dtype than its float32 parameters are of: it is
+    FSDP that casts them."""
+    device = given_device(me.launch)
+    if me.world == 1 and computes_in == torch.float32:
+        return Gang(device=device)
+    _stay_on(me.host)
+    first = me.launch.life.gang
+    timeout = timedelta(seconds=STANDSTILL)
+    store: TCPStore | HashStore | None = None
+    if me.world == 1:
+        store = HashStore()
+    elif me.rank == 0:
+        store = _open_store(me)
+    place = _once_all_have_joined(me, first) if me.world > 1 else ""
+    with _or_end(FORMED_BY, f"{me.launch.life}: the {me.world} members of {first} have not met in {FORMED_BY:g} s"):
+        store = store or _connected(place)
+        keys = PrefixStore(_unguessable(me.keys.secret, first), store)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=keys, rank=me.rank, world_size=me.world, timeout=timeout)
+        talk, files = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        mesh = init_device_mesh(device.type, (me.world,))
+        dist.barrier(group=talk)
+    return Gang(me.rank, me.world, device, mesh=mesh, talk=talk, files=files)
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether this says that another member is gone."""
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
+
+
+@contextmanager
+def waits_to_be_told(me: rrl.Worker) -> Iterator[None]:
+    """Let whoever really failed be found first: a survivor is fenced within TOLD_BY, which ends it, or ends itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        if me.world > 1 and lost_another(error):
+            print(f"rrl: {me.launch.life} lost another member of its gang: {error}", file=sys.stderr, flush=True)
+            me.stopping.wait(TOLD_BY)
+        raise
+
+
+def waits_for_first(me: rrl.Worker, gang: Gang) -> AbstractContextManager[None]:
+    """Inside, the first member asks the store for all: the others wait for it, however long the store is away."""
+    return me.held_up_by(me.launch.life.gang.replica) if gang.rank > 0 else nullcontext()
+
+
+def _stay_on(address: str) -> None:
+    """Have gloo and NCCL listen at the run's own address: they take an interface by its name. What the job's own
+    environment names stays. Raises NoAddress where no interface has the address: gloo would choose one by itself."""
+    name = next((one.name for one in interfaces() if one.address == address), None)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        raise NoAddress(f"no interface has the address {address} that the ranks are to meet at")
+
+
+def _unguessable(secret: bytes, gang: Life) -> str:
+    return hmac.digest(secret, f"gang {gang}".encode(), hashlib.sha256).hex()
+
+
+def _open_store(me: rrl.Worker) -> TCPStore:
+    """On a socket of ours: told an address, torch listens on every interface all the same."""
+    with socket.create_server((me.host, 0), backlog=max(128, me.world)) as listening:
+        port = int(listening.getsockname()[1])
+        fd = os.dup(listening.fileno())
+        timeout = timedelta(seconds=FORMED_BY)
+        store = TCPStore(me.host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=fd)
+    me.announce(f"tcp://{me.host}:{port}")
+    return store
+
+
+def _once_all_have_joined(me: rrl.Worker, first: Life) -> str:
+    """Where the first one's store is."""
+    members = [Life(member_id(first.replica, rank), first.incarnation) for rank in range(me.world)]
+    place: list[str] = []
+    complete = threading.Event()
+
+    def look(peers: Peers) -> None:
+        joined = {peer.life: peer.listens for peer in peers.peers.values() if peer.joined}
+        if joined.keys() >= set(members) and (listens := joined[first]):
+            place.append(listens)
+            complete.set()
+
+    me.on_peers(look)
+    while not complete.wait(_LOOK):
+        if me.stopping.is_set():
+            raise Stopping
+    return place[0]
+
+
+def _connected(place: str) -> TCPStore:
+    host, _, port = place.removeprefix("tcp://").rpartition(":")
+    return TCPStore(host, int(port), None, False, timedelta(seconds=FORMED_BY), wait_for_workers=False)
+
+
+@contextmanager
+def _or_end(within: float, why: str) -> Iterator[None]:
+    """torch waits where no exception reaches it: when it is too late the process ends."""
+
+    def end() -> None:
+        print(f"rrl: {why}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(within, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+_FIRST = 0
+_decoder = msgspec.msgpack.Decoder(PackedBatch)
+
+
+def batches(me: rrl.Worker, gang: Gang, after: int) -> Iterator[Batch]:
+    """As ``me.batches()``, the same ones for all members, each with its share. All must call it.
+
+    They end together: when one of them is asked to stop, which another may hear a step later."""
+    if gang.world == 1:
+        yield from me.batches(after=after)
+        return
+    for number in range(after + 1, me.job["run"]["steps"] + 1):
+        batch = _next(me, gang, number)
+        if batch is None:
+            return
+        yield batch
+        me.progress(1)
+
+
+def _next(me: rrl.Worker, gang: Gang, number: int) -> Batch | None:
+    """The others wait for the first member, however long the store is away."""
+    first = gang.rank == _FIRST
+    whole = me.packed_batch(number) if first else None
+    with nullcontext() if first else me.phase("wait_data", waits_for=me.launch.life.gang.replica):
+        if not gang.all(whole is not None if first else not me.stopping.is_set()):
+            return None
+        return unpacked(_receive(gang) if whole is None else _send(gang, whole))
+
+
+def _send(gang: Gang, whole: PackedBatch) -> PackedBatch:
+    """Returns the sender's own share."""
+    for rank in range(gang.world):
+        if rank != _FIRST:
+            data = bytearray()
+            msgspec.msgpack.Encoder().encode_into(share(whole, rank, gang.world), data)
+            dist.send(torch.tensor([len(data)]), dst=rank, group=gang.talk)
+            dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=rank, group=gang.talk)
+    return share(whole, _FIRST, gang.world)
+
+
+def _receive(gang: Gang) -> PackedBatch:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, src=_FIRST, group=gang.talk)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(data, src=_FIRST, group=gang.talk)
+    return _decoder.decode(data.numpy().data)

@@ -1,0 +1,162 @@
+"""What a trainer goes on from: the newest state that every member can get and verify.
+
+That is a snapshot of the committed step or of the one after it, whose commit is then finished, else the last commit.
+All members agree before anything is loaded, and compare afterwards what they have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+import rrl
+
+from ...core.types import NodeName
+from ..snapshots.client import SnapshotClient
+from ..snapshots.format import Kept, SnapshotError
+from ..worker.checkpoint_files import incarnation_of
+from .async_saver import Note
+from .checkpoint import Checkpoints
+from .host_buffers import Layout
+from .learner import Learner
+from .process_group import Gang, waits_for_first
+
+Name = tuple[int, int]
+"""Of a snapshot: the step, and the incarnation that made it. Two of one name fit together."""
+
+
+class Commit(Struct, frozen=True):
+    """The last one; before the first ``number`` is 0 and ``manifest`` None."""
+
+    number: int
+    manifest: dict[str, Any] | None
+
+    @property
+    def incarnation(self) -> int:
+        """That made it; -1: there is none."""
+        name = self.manifest["folder"].rpartition("/")[2] if self.manifest else ""
+        return -1 if (made_by := incarnation_of(name)) is None else made_by
+
+
+class Found(Struct, frozen=True):
+    """What all members agreed on: a snapshot (its note, its bytes here), else the commit."""
+
+    commit: Commit
+    note: Note | None = None
+    data: memoryview = memoryview(b"")
+
+    @property
+    def fresh(self) -> bool:
+        return self.note is None and self.commit.manifest is None
+
+    def __str__(self) -> str:
+        if self.note is not None:
+            return f"the snapshot of step {self.note.number}; committed is {self.commit.number}"
+        return f"the commit of step {self.commit.number}" if self.commit.manifest else "a fresh model"
+
+    @property
+    def uncommitted(self) -> Note | None:
+        """The commit of this one is still to be finished."""
+        return self.note if self.note is not None and self.note.number > self.commit.number else None
+
+
+def usable(names: Iterable[Name], commit: Commit) -> list[Name]:
+    """Newest first. A step beyond the next cannot be committed yet. What an earlier life made of the committed step, or
+    of a later one, does not descend from what was committed, unless the same life did that too."""
+    fit = [
+        (step, incarnation)
+        for step, incarnation in set(names)
+        if (step == commit.number and incarnation == commit.incarnation)
+        or (step == commit.number + 1 and incarnation >= commit.incarnation)
+    ]
+    return sorted(fit, reverse=True)
+
+
+def find(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> Found:
+    """Ask who has what, agree, get it and verify it."""
+    with waits_for_first(me, gang):
+        commit = gang.from_first(lambda: Commit(me.committed or 0, me.committed_manifest), Commit)
+    places = _places(me, gang, client)
+    everybody = gang.gather(set(places), set[Name])
+    for name in usable(set.intersection(*everybody), commit):
+        got = _get(client, places[name], gang.world)
+        if gang.all(got is not None) and got is not None:
+            return Found(commit, *got)
+    return Found(commit)
+
+
+def load(found: Found, learner: Learner, checkpoints: Checkpoints, gang: Gang) -> None:
+    """Make the learner what was found. Raises DamagedCheckpoint, and RuntimeError where members differ."""
+    if found.note is None:
+        assert found.commit.manifest is not None
+        checkpoints.read(found.commit.manifest, learner)
+        state = f"checkpoint {found.commit.manifest['folder']}"
+    else:
+        tensors = learner.tensors()
+        layout = Layout(tensors)
+        if layout.digest != found.note.layout:
+            raise RuntimeError(f"the snapshot of step {found.note.number} is of another model than job.toml's")
+        layout.load(found.data, tensors)
+        learner.resume(found.note.rest)
+        if found.commit.manifest is not None:
+            checkpoints.known(found.commit.manifest)
+        state = f"snapshot of batch {found.note.digest}"
+    check_same(gang.gather((learner.number, state), tuple[int, str]))
+
+
+def check_same(said: Sequence[tuple[int, str]]) -> None:
+    """By rank: the step that each member stands at, and what it loaded. Raises RuntimeError when they differ."""
+    if len(set(said)) > 1:
+        told = "; ".join(f"rank {rank}: step {step}, {state}" for rank, (step, state) in enumerate(said))
+        raise RuntimeError(f"the members of the trainer do not stand at the same state: {told}")
+
+
+_Place = tuple[str | None, Kept]
+"""An agent's address, None for that of this node; and what it keeps."""
+
+
+def _places(me: rrl.Worker, gang: Gang, client: SnapshotClient | None) -> dict[Name, list[_Place]]:
+    """Where this member's snapshots are, at its own node first. Each member asks the agent beside it; the first one
+    asks those of standbys too."""
+    keepers = dict(me.peers.keepers) if me.peers is not None else {}
+    here = [(me.node, kept) for kept in _listed(client, None)]
+    ours = set(gang.gather(me.node, NodeName))
+    if gang.rank == 0:
+        beside = {node: address for node, address in sorted(keepers.items()) if node not in ours}
+        here += [(node, kept) for node, address in beside.items() for kept in _listed(client, address)]
+    places: dict[Name, list[_Place]] = {}
+    everywhere = set().union(*gang.gather(here, list[tuple[NodeName, Kept]]))
+    for node, kept in sorted(everywhere, key=lambda each: each[0] != me.node):
+        if kept.rank == gang.rank and (node == me.node or node in keepers):
+            address = None if node == me.node else keepers[node]
+            places.setdefault((kept.step, kept.incarnation), []).append((address, kept))
+    return places
+
+
+def _listed(client: SnapshotClient | None, address: str | None) -> Collection[Kept]:
+    if client is None:
+        return ()
+    try:
+        return client.available(address)
+    except SnapshotError as error:
+        print(f"rrl: what {address or 'this node'} keeps is not known: {error}", file=sys.stderr, flush=True)
+        return ()
+
+
+def _get(client: SnapshotClient | None, places: Sequence[_Place], world: int) -> tuple[Note, memoryview] | None:
+    """From the first place that gives all of it, unchanged."""
+    assert client is not None
+    for address, kept in places:
+        try:
+            meta, data = client.read(kept) if address is None else client.fetch(address, kept)
+            note = msgspec.msgpack.decode(meta, type=Note)
+        except (SnapshotError, msgspec.MsgspecError) as error:
+            print(f"rrl: {kept} could not be had from {address or 'this node'}: {error}", file=sys.stderr, flush=True)
+            continue
+        if note.world == world:
+            return note, memoryview(data)
+    return None

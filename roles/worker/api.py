@@ -1,0 +1,457 @@
+"""The worker API: what a trainer, a rollout, or any other role needs to take part in a run.
+
+A role that does nothing special needs :func:`join`, :meth:`Worker.phase` and :meth:`Worker.progress`. A trainer adds
+batches, commit and publish; a rollout adds new_weights and work. Everything here blocks; a thread of its own does the
+talking (:mod:`rrl.roles.worker.connection`), so that beats go on while the role computes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ...core.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
+from ...core.phases import phase as phase_named
+from ...core.run_dir import RunDir
+from ...core.types import NodeName, ReplicaId, Version, replica_id
+from ...transport.keys import RunKeys
+from ...transport.messages import Goodbye, Peers
+from ...transport.weights.manifest import Describing, TensorSpec, layout
+from ...transport.weights.store import Held
+from ..agent.stack_dumps import let_others_look
+from ..launcher.process_group import step_up
+from ..trajectories.batches import unpacked
+from ..trajectories.types import Batch, Item, PackedBatch, Score, Segment, ToScore
+from .checkpoint_files import Digest, fresh_folder, make_durable, verified
+from .checkpoint_files import describe as describe_files
+from .connection import Link, Stopping
+
+PATIENCE = 1.0
+"""s that one question waits at the store before it is asked again, so that a stop is noticed"""
+GOODBYE_BY = 60.0
+"""s that a worker which has done its work waits to be told to leave"""
+_COPIED_AT_ONCE = 8 * 2**20
+"""bytes; a copy keeps every other thread from running, the one that beats too. 1 GiB, measured: 0.36 s in such slices,
+and no thread waited for more than 9 ms; in one go up to 1.4 s, all of it a wait"""
+
+
+class NewWeights:
+    """A complete version. Keep this object while you read ``flat`` (read-only; tensors lie where the specs say)."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self.version: Version = held.manifest.version
+        self.manifest = held.manifest
+        self.tensors: tuple[TensorSpec, ...] = held.manifest.tensors
+        self.flat: memoryview = held.flat
+
+
+class Work:
+    """Leased trajectories: each a prompt and what was already made of it. Give them back grown."""
+
+    def __init__(self, link: Link, items: tuple[Item, ...]) -> None:
+        self._link = link
+        self.items = items
+
+    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+        """Add tokens to trajectories; ``finished`` are complete now. Durable when it returns; that is the progress.
+
+        Returns the trajectories that are no longer this life's: stop working on them."""
+        lost = self._link.ask_store(self._link.store.append(segments, finished))
+        self._link.progress(sum(len(segment.tokens) for segment in segments))
+        return lost
+
+
+class Scoring:
+    """Complete trajectories leased for scoring. Where that takes long, call :meth:`Worker.progress` after each."""
+
+    def __init__(self, link: Link, items: tuple[ToScore, ...]) -> None:
+        self._link = link
+        self.items = items
+        self._done_before = link.done
+        self._posted = 0
+
+    def post(self, scores: Sequence[Score], failed: dict[int, str] | None = None) -> None:
+        """Durable when it returns. ``failed``: trajectories that cannot be scored, and why; they are dropped, never
+        scored zero. What has not been told as progress since the lease counts as progress now."""
+        self._link.ask_store(self._link.store.post_scores(scores, failed))
+        self._posted += len(scores) + len(failed or {})
+        told = self._link.done - self._done_before
+        self._link.progress(max(0, self._posted - told))
+
+
+class _Bound(msgspec.Struct, frozen=True):
+    """What a commit needs of a batch."""
+
+    digest: str
+    metrics: dict[str, float]
+    """what the batch itself tells: ``reward``, how old its tokens are, and where that is limited what it cost"""
+
+
+class Worker:
+    """One life of one replica. Made by :func:`join`, used as a context manager."""
+
+    def __init__(self, launch: Launch, run: RunDir, keys: RunKeys) -> None:
+        self.run_dir = run
+        self.keys = keys
+        self.job: dict[str, Any] = msgspec.json.decode(run.resolved.read_bytes())["job"]
+        """the resolved job spec"""
+        self.settings: dict[str, Any] = self._table(launch.role)
+        """this role's part of it: ``[commands.NAME]`` or ``[roles.NAME]``"""
+        self._link = Link(launch, run, keys, float(os.environ.get(BEAT_ENV, "1")), self.job["transport"])
+        self._bound: dict[int, _Bound] = {}
+        """the steps given by :meth:`batches` and not committed"""
+        self._loaded: Version | None = None
+        self._growing: set[int] = set()
+        """trajectories given by :meth:`lease` that are not complete and not lost: the store gives others again"""
+        self._asked_committed = False
+        self._committed: int | None = None
+        self._manifest: dict[str, Any] | None = None
+
+    def __enter__(self) -> Worker:
+        """Returns once the manager has welcomed this life. A process that is kept warm waits here, for minutes or for
+        days, until it is needed; one that is asked to leave before ends here, by SystemExit."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
+        let_others_look()
+        warm = self.launch.standby
+        try:
+            self._link.start()
+        except Stopping:
+            self._link.close()
+            raise SystemExit(0) from None
+        if warm:
+            step_up()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if kind is None and not self._link.stopping.is_set():
+            self._link.enter("stopping")
+            self._link.say(Goodbye(self.launch.life))
+            self._link.stopping.wait(GOODBYE_BY)  # its last words are heard before its end is
+        self._link.close()
+        return kind is not None and issubclass(kind, Stopping)
+
+    # ── every role ─────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def launch(self) -> Launch:
+        """Which life this is, and under which tag; of a process that is kept warm, inside ``with`` what it became."""
+        return self._link.launch
+
+    @property
+    def rank(self) -> int:
+        """Of this process among the ``world`` that its replica consists of (``ranks`` in job.toml): only the manager
+        knows, whatever Slurm's variables say. Inside ``with``."""
+        return self._link.rank
+
+    @property
+    def world(self) -> int:
+        return self._link.world
+
+    @contextmanager
+    def phase(self, name: str, waits_for: str | None = None) -> Iterator[None]:
+        """Say what this role is doing: it decides what silence means (:mod:`rrl.core.phases`)."""
+        self._link.faults.strike()
+        self._link.probes.answer()
+        before = self._link.phase
+        if before[0] == "starting":
+            before = ("between", None)  # whoever has been in a phase has started
+        self._link.enter(name, self._target(waits_for or phase_named(name).waits_for))
+        try:
+            yield
+        finally:
+            self._link.enter(*before)
+
+    @contextmanager
+    def held_up_by(self, whom: ReplicaId) -> Iterator[None]:
+        """Say that inside it is ``whom`` that this process waits for, whatever its phase: in a gang the first member
+        asks the store for all, and while the store is away none of the others is to be suspected."""
+        self._link.held_up_by = whom
+        try:
+            yield
+        finally:
+            self._link.held_up_by = None
+
+    def _target(self, waits_for: str | None) -> ReplicaId | None:
+        """The replica meant by ``role`` or ``role/index``; None where a role has several and none is named."""
+        if waits_for is None or "/" in waits_for:
+            return None if waits_for is None else ReplicaId(waits_for)
+        return replica_id(waits_for, 0) if self._table(waits_for).get("replicas") == 1 else None
+
+    def _table(self, role: str) -> dict[str, Any]:
+        """What job.toml says of a role, with every default."""
+        table: dict[str, Any] = self.job.get("commands", {}).get(role) or self.job["roles"].get(role, {})
+        return table
+
+    def progress(self, units: int = 1) -> None:
+        """So much more work is done (tokens, samples, steps: any unit, always the same)."""
+        self._link.progress(units)
+
+    def note(self, text: str) -> None:
+        """Show ``text`` beside this replica in ``rrl status`` until the next note; empty: nothing. Only for people."""
+        self._link.note = text
+
+    def on_probe(self, handler: Callable[[], object]) -> None:
+        """Have ``handler`` do a bit of real work whenever the run suspects this role, and return in a few words what it
+        did; what it raises is the reason for a restart, and so is no answer in time. It runs in the thread that calls
+        this, at that thread's next call of the API (:meth:`phase`, :meth:`progress`, :meth:`new_weights`,
+        :meth:`answer_probe`, or while it waits for the store): a role that is stuck elsewhere does not answer."""
+        self._link.probes.on_probe(handler)
+
+    def answer_probe(self) -> None:
+        """For a long stretch of work without any other call of the API."""
+        self._link.probes.answer()
+
+    @property
+    def stopping(self) -> threading.Event:
+        """Set once this role is asked (by the manager, or by SIGTERM) to finish what is in hand and leave."""
+        return self._link.stopping
+
+    @property
+    def node(self) -> NodeName:
+        """Where this process runs."""
+        return self._link.node
+
+    @property
+    def host(self) -> str:
+        """The address to listen at."""
+        return self._link.host
+
+    @property
+    def peers(self) -> Peers | None:
+        return self._link.peers
+
+    def on_peers(self, callback: Callable[[Peers], None]) -> None:
+        """Call back (in the link's thread) whenever it changes who is believed."""
+        self._link.on_peers(callback)
+
+    def announce(self, listens: str) -> None:
+        """Tell everybody that this replica offers a service at ``tcp://host:port``."""
+        self._link.announce(listens)
+
+    # ── trainer ────────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def committed(self) -> int | None:
+        """The newest committed step, or None: a fresh model."""
+        self._ask_committed()
+        return self._committed
+
+    @property
+    def committed_manifest(self) -> dict[str, Any] | None:
+        """What was committed with it: ``folder`` relative to the run directory, ``files`` with their digests."""
+        self._ask_committed()
+        return self._manifest
+
+    def committed_files(self) -> dict[str, Path] | None:
+        """The files committed with it, by name, each compared with its digest; None: a fresh model. Raises
+        DamagedCheckpoint."""
+        manifest = self.committed_manifest
+        return None if manifest is None else verified(self.run_dir.path, manifest)
+
+    def batches(self, after: int | None = None) -> Iterator[Batch]:
+        """The batches of the steps after ``after``, each numbered by its step; after a restart the same ones again.
+
+        Ends after the job's last step, or when asked to stop."""
+        for number in range((after or 0) + 1, self.job["run"]["steps"] + 1):
+            packed = self.packed_batch(number)
+            if packed is None:
+                return
+            batch = unpacked(packed)
+            del packed
+            yield batch
+            self.progress(1)
+
+    def packed_batch(self, number: int) -> PackedBatch | None:
+        """What :meth:`batches` gives for one step, as it came: 8 bytes a token, for who hands it on. None when asked to
+        stop."""
+        batch = None
+        with self.phase("wait_data"):
+            while batch is None:
+                if self.stopping.is_set():
+                    return None
+                try:
+                    batch = self._link.ask_store(self._link.store.batch(number, PATIENCE))
+                except Stopping:  # what is done and not committed is still in its hands
+                    return None
+        self._bound[number] = _Bound(batch.digest, _told_by(batch, self.job["sampling"].get("staleness")))
+        return batch
+
+    def checkpoint_dir(self, number: int) -> Path:
+        """A fresh folder for this attempt at step ``number``: no attempt ever writes into another's."""
+        return fresh_folder(self.run_dir.checkpoints, number, self.launch.life.incarnation)
+
+    def commit(
+        self, number: int, files: Sequence[Path], metrics: dict[str, float] | None = None,
+        digests: Mapping[str, Digest] | None = None,
+    ) -> None:  # fmt: skip
+        """From here the step counts: one record commits the checkpoint and the batch's consumption.
+
+        ``files`` are made durable first, but for those in ``digests`` (by name), which are durable and known: in a gang
+        each member writes its own, and only the first one commits. May be called in another thread while
+        :meth:`batches` goes on, in the order of the steps: so many may be done and not committed as ``uncommitted`` in
+        job.toml says, then there is no next batch. Raises Fenced when a newer life has taken over."""
+        self._link.faults.strike(working=True)
+        bound = self._bound.get(number)
+        if bound is None:
+            raise ValueError(f"step {number} is committed without its batch; batches() gave {sorted(self._bound)}")
+        known = digests or {}
+        make_durable([path for path in files if path.name not in known])
+        manifest = describe_files(self.run_dir.path, files, known)
+        told = {**bound.metrics, **(metrics or {})}
+        self._link.ask_store(self._link.store.commit(number, manifest, bound.digest, told))
+        self._committed, self._manifest = number, manifest
+        for old in [each for each in list(self._bound) if each <= number]:
+            self._bound.pop(old)
+        self._link.committed(number, told)
+
+    def publish(self, number: int, tensors: Sequence[tuple[str, str, tuple[int, ...], memoryview]]) -> None:
+        """Serve these weights as the version of step ``number`` until replaced. ``tensors``: name, dtype, shape, bytes
+        (:func:`rrl.roles.models.tensors.pack` makes them of a state dict)."""
+        described = [(name, dtype, shape, data.nbytes) for name, dtype, shape, data in tensors]
+        self.publish_each(number, described, (data for *_, data in tensors))
+
+    def publish_each(
+        self, number: int, described: Sequence[tuple[str, str, tuple[int, ...], int]], contents: Iterable[memoryview]
+    ) -> None:
+        """As :meth:`publish`, for weights that are not all here at once: ``described`` says name, dtype, shape and
+        bytes of each; ``contents`` gives them in this order, and each is copied before the next one is asked for."""
+        specs, nbytes = layout(described)
+        flat = self._link.weights.memory(nbytes)
+        version = Version(number, self.launch.life.incarnation)
+        chunk = int(self.job["transport"]["chunk"])
+        with Describing(version, described, flat, self.keys.secret, chunk) as describing:
+            for spec, data in zip(specs, contents, strict=True):
+                _copy(flat[spec.offset : spec.offset + spec.nbytes], data.cast("B") if data.format != "B" else data)
+                describing.filled(spec.offset + spec.nbytes)
+            manifest = describing.sign()
+        self._link.weights.offer(manifest, flat)
+        self._link.holds(version)
+
+    # ── rollout ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def new_weights(self) -> NewWeights | None:
+        """The newest complete version if it is not the one you got last; never blocks."""
+        self._link.probes.answer()
+        held = self._link.weights.current()
+        if held is None or held.manifest.version == self._loaded:
+            return None
+        self._loaded = held.manifest.version
+        return NewWeights(held)
+
+    def work(self, at_most: int = 64) -> Iterator[Work]:
+        """Leased trajectories, again and again; ends when asked to stop. Weights come first: nothing is leased before
+        a complete version is here."""
+        if not self._have_weights():
+            return
+        while not self.stopping.is_set():
+            with self.phase("wait_work"):
+                items = self._link.ask_store(self._link.store.lease(at_most, PATIENCE))
+            if items:
+                yield Work(self._link, items)
+
+    def lease(self, at_most: int, *, wait: bool = True) -> tuple[Item, ...]:
+        """For a rollout that takes work while it has some: up to ``at_most`` further trajectories, to be given to
+        :meth:`append` until they are complete. None where there are none: with ``wait`` within :data:`PATIENCE` s, in
+        phase ``wait_work``; else right away, and the phase stays what it is. Weights come first, as in :meth:`work`,
+        which is not for the same program: it leases without regard to what this one gave."""
+        if not self._have_weights():
+            return ()
+        with self.phase("wait_work") if wait else nullcontext():
+            asked = self._link.store.lease(at_most, PATIENCE if wait else 0.0, sorted(self._growing))
+            items = self._link.ask_store(asked)
+        self._growing.update(item.trajectory for item in items)
+        return items
+
+    def append(self, segments: Sequence[Segment], finished: Sequence[int] = ()) -> tuple[int, ...]:
+        """As :meth:`Work.append`, for what :meth:`lease` gave."""
+        lost = Work(self._link, ()).append(segments, finished)
+        self._growing.difference_update(finished, lost)
+        return lost
+
+    def _have_weights(self) -> bool:
+        """Waits for the first complete version; False when asked to stop before."""
+        if self._link.weights.current() is None:
+            with self.phase("wait_weights"):
+                while self._link.wait_version(PATIENCE) is None:
+                    if self.stopping.is_set():
+                        return False
+        return True
+
+    # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def scoring(self, at_most: int = 256) -> Iterator[Scoring]:
+        """Complete trajectories to score, again and again; ends when asked to stop."""
+        while not self.stopping.is_set():
+            with self.phase("wait_work"):
+                items = self._link.ask_store(self._link.store.lease_scoring(at_most, PATIENCE))
+            if items:
+                yield Scoring(self._link, items)
+
+    def _ask_committed(self) -> None:
+        if not self._asked_committed:
+            state = self._link.ask_store(self._link.store.committed())
+            self._committed, self._manifest = state.number, state.manifest
+            self._asked_committed = True
+            if state.number is not None:  # whoever committed it may have died before the manager heard of it
+                self._link.found_committed(state.number)
+
+
+def _told_by(batch: PackedBatch, staleness: int | str | None) -> dict[str, float]:
+    """The metrics of a batch. Ages are in weight versions: 0 for a token of the newest weights when it was bound."""
+    rewards = [trajectory.reward for trajectory in batch.trajectories]
+    tokens = Counter[int]()
+    for trajectory in batch.trajectories:
+        for count, step, _ in trajectory.runs:
+            tokens[max(0, batch.number - 1 - step)] += count
+    told = {"reward": sum(rewards) / max(1, len(rewards)), "token_age_run_max": float(batch.max_age)}
+    if tokens:
+        told["token_age_p50"], told["token_age_max"] = float(_median(tokens)), float(max(tokens))
+    if isinstance(staleness, int):
+        told["stale_groups"] = float(batch.stale)
+        told["stale_share"] = batch.stale / (batch.stale + batch.number * len(batch.groups))
+    return told
+
+
+def _median(counts: Counter[int]) -> int:
+    """The (lower) median of the keys, each counted so often."""
+    before, half = 0, counts.total() / 2
+    for value in sorted(counts):
+        before += counts[value]
+        if before >= half:
+            return value
+    raise ValueError("nothing is counted")
+
+
+def _copy(into: memoryview, data: memoryview) -> None:
+    """In slices, between which other threads run."""
+    for start in range(0, len(into), _COPIED_AT_ONCE):
+        part = slice(start, start + _COPIED_AT_ONCE)
+        into[part] = data[part]
+
+
+def join() -> Worker:
+    """Take part in the run that started this process::
+
+        with rrl.join() as me:
+            ...
+
+    Where the job keeps processes warm (``warm`` in job.toml), a trainer or a rollout is started before it is needed and
+    waits at ``with``: whatever comes before it (imports, building the model or the engine) is then done in advance. A
+    trainer must not touch a GPU before it: which one is this process's is known only then; a rollout has its own from
+    the start. ``me.launch.standby`` says before ``with`` whether this is such a process. Outside of a run this ends the
+    process with exit code 2 and says so."""
+    path = os.environ.get(LAUNCH_ENV)
+    if path is None:
+        print(f"rrl: {LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it", file=sys.stderr)
+        raise SystemExit(2)
+    launch = read_launch(Path(path))
+    run = RunDir(Path(launch.run_dir))
+    return Worker(launch, run, RunKeys.load(run.keys))

@@ -1,0 +1,268 @@
+"""The seam of the weight plane: what a pipe can do, what a connection under it must do, and the handshake.
+
+``tcp``, ``ucx`` and ``nixl`` differ only in their lines (:class:`Line`); what is said on a line is in
+:mod:`rrl.transport.weights.protocol`, written once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib.util
+import logging
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from msgspec import Struct
+
+from ...core.types import Version
+from .manifest import Manifest
+from .store import WeightStore
+from .ucx_settings import active_rdma_ports
+
+CONNECT_BY = 1.0
+"""s; an attempt against a dead port sometimes hangs until its deadline (docs/sources.md, UCX)"""
+HANDSHAKE_BY = 1.0
+"""s; measured p99 13.6 ms to connect and 3.3 ms for the rest. A stranger who says nothing is dropped after it"""
+STARVED_BY = 3.0
+"""s for which a source may say "not yet" and nothing else. Its own source may be silent until the first patience is
+over, and the next one too, before it goes on; who stands behind it must not leave it for that"""
+LATE = 0.05
+"""s by which a timer may be late on a busy machine; a role that computes keeps this loop waiting for longer"""
+AGAIN = 5
+"""times that a deadline counts anew because the loop was late: then the machine is too slow for it"""
+PACKAGES = {"ucx": ("ucxx",), "nixl": ("nixl_cu12", "nixl_cu13")}
+"""kind of pipe → packages, one of which it needs; the extra of the same name brings it. (The package ``nixl`` only
+picks one of the two, and brings both.)"""
+_NONCE = 32
+_MAC = 32
+_DIALLED, _LISTENED = b"rrl-weights-1 dialled", b"rrl-weights-1 listened"
+
+_log = logging.getLogger(__name__)
+
+
+class PipeError(Exception):
+    """The other end cannot be reached, went away, hung, or is not of this run. The line to it has been aborted."""
+
+
+class NotHeld(PipeError):
+    """The other end is well but does not hold this version, nor is it receiving it. The line to it is good."""
+
+
+class Pipe(Protocol):
+    """How weight versions move. Every failure is a PipeError.
+
+    A holder that is still receiving what it is asked for says "not yet" every ``calls.NOT_YET_EVERY`` s until it has
+    verified it. ``by`` is how long (s) the other end may be silent: it counts from the moment when this answer is the
+    next one due on its connection, and anew from each "not yet". ``starved_by`` is how long it may say nothing else,
+    from the first "not yet" of this answer.
+    """
+
+    kind: str
+    """``tcp``, ``ucx`` or ``nixl``: the scheme of the addresses"""
+
+    async def serve(self, store: WeightStore, host: str) -> str:
+        """Serve what ``store`` holds complete, and of what it receives each chunk once it is verified; returns the
+        address to be told to others: ``<kind>://host:port``."""
+
+    async def manifest(self, at: str, version: Version, by: float, starved_by: float = STARVED_BY) -> Manifest:
+        """The verified manifest of a version. Raises NotHeld, PipeError (also when the manifest is not of this run)."""
+
+    async def fetch(
+        self, at: str, version: Version, span: range, into: memoryview, by: float, starved_by: float = STARVED_BY
+    ) -> None:
+        """Bytes ``span`` of a version. ``into`` is never written to after this returned, raised or was cancelled.
+
+        Raises NotHeld, PipeError.
+        """
+
+    def hang_up(self, at: str) -> None:
+        """Drop the kept connection to an address: its other end lied or is gone."""
+
+    async def close(self) -> None:
+        """Stop serving, drop every connection. Repeatable."""
+
+
+class Line(Protocol):
+    """One connection. A ``receive`` takes exactly the bytes of one ``send``; failures are PipeErrors.
+
+    After :meth:`abort` every pending and later operation fails, and no buffer is touched any more.
+    """
+
+    async def open(self) -> None:
+        """Whatever must be agreed on before bytes flow; both ends call it first."""
+
+    async def send(self, data: bytes | memoryview) -> None: ...
+
+    async def receive(self, into: memoryview) -> None: ...
+
+    def abort(self) -> None: ...
+
+    @property
+    def broken(self) -> bool: ...
+
+
+@contextmanager
+def deadline(line: Line, by: float) -> Generator[None]:
+    """Whatever is awaited on ``line`` inside fails after ``by`` s. On any exception the line is aborted before the
+    exception leaves: only then may the caller free the buffers (docs/sources.md, UCX).
+
+    A loop that stood still itself has not looked at what came meanwhile: then the time counts anew, a few times."""
+    loop = asyncio.get_running_loop()
+    expired = False
+    timer: asyncio.TimerHandle
+
+    def expire(due: float, again: int) -> None:
+        nonlocal expired, timer
+        if again and loop.time() > due + LATE:
+            timer = loop.call_later(by, expire, loop.time() + by, again - 1)
+            return
+        expired = True
+        line.abort()
+
+    timer = loop.call_later(by, expire, loop.time() + by, AGAIN)
+    try:
+        yield
+    except BaseException as error:
+        line.abort()
+        if expired and isinstance(error, PipeError):
+            raise PipeError(f"nothing within {by:.3g} s") from error
+        raise
+    finally:
+        timer.cancel()
+
+
+async def shake_hands(line: Line, secret: bytes, *, dialled: bool) -> None:
+    """Prove to each other that both know ``secret``: nonces both ways, roles in the MAC so that none can be mirrored.
+
+    Raises PipeError (and has aborted the line) when the other end cannot prove it within ``HANDSHAKE_BY``.
+    """
+    with deadline(line, HANDSHAKE_BY):
+        await line.open()
+        mine = os.urandom(_NONCE)
+        if dialled:
+            await line.send(mine)
+            answer = await _receive(line, _NONCE + _MAC)
+            nonces = mine + answer[:_NONCE]
+            if not hmac.compare_digest(answer[_NONCE:], hmac.digest(secret, _LISTENED + nonces, "sha256")):
+                raise PipeError("the other end does not know this run's secret")
+            await line.send(hmac.digest(secret, _DIALLED + nonces, "sha256"))
+        else:
+            nonces = await _receive(line, _NONCE) + mine
+            await line.send(mine + hmac.digest(secret, _LISTENED + nonces, "sha256"))
+            proof = await _receive(line, _MAC)
+            if not hmac.compare_digest(proof, hmac.digest(secret, _DIALLED + nonces, "sha256")):
+                raise PipeError("the other end does not know this run's secret")
+
+
+async def _receive(line: Line, nbytes: int) -> bytes:
+    buffer = bytearray(nbytes)
+    await line.receive(memoryview(buffer))
+    return bytes(buffer)
+
+
+def split_address(at: str, kinds: Sequence[str]) -> tuple[str, int]:
+    """``tcp://host:port`` as host and port. Raises PipeError for a kind of pipe that is none of these, and for a
+    malformed address."""
+    scheme, _, rest = at.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme not in kinds or not host or not port.isdigit():
+        raise PipeError(f"{at!r} is not an address of a {' or '.join(kinds)} pipe")
+    return host, int(port)
+
+
+class Here(Struct, frozen=True):
+    """What decides on this machine how weights travel."""
+
+    packages: frozenset[str]
+    """kinds of pipes (``ucx``, ``nixl``) whose package is installed"""
+    rdma_ports: tuple[str, ...]
+    """active ports of RDMA devices: ``mlx5_0:1``"""
+
+
+class Choice(Struct, frozen=True):
+    kind: str
+    """``tcp``, ``ucx`` or ``nixl``"""
+    why: str
+    over_tcp: bool = False
+    """UCX may use its TCP transport"""
+
+
+class Untrusted(PipeError):
+    """UCX over TCP on a network that the job does not call trusted."""
+
+
+def choose(kind: str, here: Here, trusted_network: bool) -> Choice:
+    """What ``[transport] weights`` means on a machine. Raises Untrusted, and ValueError for an unknown kind."""
+    if kind == "auto":
+        return _choose_auto(here)
+    if kind == "tcp":
+        return Choice("tcp", "the job asks for tcp")
+    if kind not in PACKAGES:
+        raise ValueError(f'pipe {kind!r} is unknown; write "auto", "ucx", "tcp" or "nixl"')
+    if trusted_network:
+        return Choice(kind, f"the job asks for {kind}, and trusts its network", over_tcp=True)
+    if not here.rdma_ports:
+        raise Untrusted(
+            f"{kind} over TCP lets everybody who reaches its ports read and write the memory of the roles, and this"
+            ' machine has no active RDMA port; write weights = "auto", or trusted_network = true where nobody else'
+            " is on that network or these machines (docs/sites.md)"
+        )
+    return Choice(kind, f"the job asks for {kind}; it goes over {', '.join(here.rdma_ports)} without TCP")
+
+
+def _choose_auto(here: Here) -> Choice:
+    if not here.rdma_ports:
+        return Choice("tcp", "this machine has no active RDMA port")
+    ports = ", ".join(here.rdma_ports)
+    if "ucx" not in here.packages:
+        return Choice("tcp", f"{ports} would serve RDMA, but ucxx is not installed here (docs/rdma.md)")
+    return Choice("ucx", f"{ports} may serve RDMA")
+
+
+def look_here() -> Here:
+    """Return what this machine has: packages by name, and RDMA ports. Imports nothing."""
+    return Here(frozenset(kind for kind in PACKAGES if package(kind) is not None), active_rdma_ports())
+
+
+def package(kind: str) -> str | None:
+    """What is installed here of what a pipe needs: its Python package, None where there is none. Imports nothing."""
+    return next((name for name in PACKAGES[kind] if importlib.util.find_spec(name) is not None), None)
+
+
+def open_pipe(
+    kind: str, secret: bytes, *, host: str = "127.0.0.1", trusted_network: bool = False, here: Here | None = None
+) -> Pipe:
+    """The pipe that ``kind`` (``auto``, ``ucx``, ``tcp``, ``nixl``) means here; its ``kind`` says which, the log says
+    why.
+
+    ``host``: the address that this process serves at. Where ``trusted_network`` lets UCX use TCP, it listens there and
+    nowhere else. ``here``: this machine, unless the caller has looked already.
+    Must be called in the loop that will use the pipe. Raises ImportError when what is asked for by name is not
+    installed, and PipeError when it cannot be used here: ``auto`` takes tcp instead.
+    """
+    from .tcp import TcpPipe
+    from .ucx import UcxPipe
+
+    here = look_here() if here is None else here
+    choice = choose(kind, here, trusted_network)
+    trusted_host = host if choice.over_tcp else None
+    if choice.kind == "nixl":
+        from .nixl import NixlPipe  # needs numpy, which comes with NIXL
+
+        pipe: Pipe = NixlPipe(secret, trusted_host, here.rdma_ports)
+    elif choice.kind == "ucx":
+        try:
+            pipe = UcxPipe(secret, trusted_host, here.rdma_ports)
+        except (PipeError, ImportError) as error:
+            if kind == "ucx":
+                raise
+            _log.warning("weights move over tcp, not over %s: %s", ", ".join(here.rdma_ports), error)
+            return TcpPipe(secret)
+    else:
+        pipe = TcpPipe(secret)
+    level = logging.WARNING if kind == "auto" and choice.kind == "tcp" and here.rdma_ports else logging.INFO
+    _log.log(level, "weights move over %s: %s", choice.kind, choice.why)
+    return pipe
