@@ -5,14 +5,17 @@ The simulator and the scoring of detectors read the effect; ``rrl inject`` and `
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from .types import AGENT, SHADOW
+
+if TYPE_CHECKING:
+    import random
 
 
 class Effect(StrEnum):

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ...config.health_rules import RulesError, load_rules
+from ...config.health_rules_file import RulesError, load_rules
 from ...core.types import Finding, NodeName, Verdict
 from ...core.units import seconds
 from ...health.checks.evaluate import CHECKS, unknown_checks

@@ -19,8 +19,9 @@ from ...manager.intake.user_commands import Letter
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
 from ...manager.model.state import State, Status, gang, workers
 from ...manager.planner.capacity.node_lifecycle import to_be_drained
+from ..common.command_sender import PAUSE, Presence, await_taken, send
 from ..common.output import print_line
-from ..common.runs import PAUSE, BadInput, Failed, Presence, Reader, await_taken, find_run, job_of, send
+from ..common.runs import BadInput, Failed, Reader, find_run, job_of
 from ..views.status import kept_jobs
 
 DRAIN_TIMEOUT_S = 120.0

@@ -19,8 +19,9 @@ from ...manager.intake.user_commands import Letter, refusal
 from ...manager.model import events as ev
 from ...manager.model.state import State
 from ...manager.storage.journal import replay
+from ..common.command_sender import PAUSE, Presence, await_taken, send
 from ..common.output import print_json, print_line
-from ..common.runs import PAUSE, BadInput, Failed, Presence, Reader, await_taken, find_run, job_of, send
+from ..common.runs import BadInput, Failed, Reader, find_run, job_of
 
 _T = TypeVar("_T")
 

@@ -19,8 +19,9 @@ from ...manager.bootstrap import start as starting
 from ...manager.storage.journal import JournalError
 from ...manager.storage.lease import LeaseHeld
 from ...manager.storage.resume_request import pending
+from ..common.command_sender import PAUSE
 from ..common.output import print_json, show
-from ..common.runs import PAUSE, BadInput, Failed, Reader, check_whole, find_run, read, summary_of
+from ..common.runs import BadInput, Failed, Reader, check_whole, find_run, read, summary_of
 from ..job.check import asked, planned, tell
 from ..views.summary import summary_view
 from .follow import follow

@@ -276,7 +276,7 @@ def _switch(seen: Seen, rules: Rules, now: float) -> Iterator[Said]:
 
 CHECKS = (
     Check("xid", ("nvml", "kernel", "dcgm"), _look, "Xids of a day, by kernel log, NVML's events and DCGM's counts:"
-          " what each means is data (health/xids.csv)",
+          " what each means is data (health/checks/xids.csv)",
           "by class: node_out, gpu_reset: FAIL, as named (154 is the authority); nvlink: FAIL if fatal or again;"
           " app: WARN, and FAIL under different roles on one GPU alone; rest: WARN, and FAIL where a role died of it",
           "NVSentinel, DCGM, gcm (peers.md 5b)", any_reader=True),

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from ...config.health_rules import Rules, RulesError, load_rules
+from ...config.health_rules import Rules
+from ...config.health_rules_file import RulesError, load_rules
 from ...core.launch import LAUNCH_ENV, Launch
 from ...core.run_dir import RunDir, write_atomically
 from ...core.types import Cause, Evidence, Finding, Remedy, Verdict

@@ -13,7 +13,8 @@ import pytest
 from rrl.cli import main
 from rrl.cli.health.check import _of_job
 from rrl.cli.views.checks import headline, health_check_view
-from rrl.config.health_rules import CONFIG_ENV, Expect, Rules
+from rrl.config.health_rules import Expect, Rules
+from rrl.config.health_rules_file import CONFIG_ENV
 from rrl.core.types import Verdict
 from rrl.health.checks.node_state import EVERY
 from rrl.health.node_check import check_node, mounts_within, overall

@@ -19,7 +19,7 @@ from rrl.cli.health import report as health_report
 from rrl.cli.views.checks import requests_view
 from rrl.cli.views.health_report import figure, interval, report_view, to_paste
 from rrl.cli.views.health_report_html import chart, page
-from rrl.config.health_rules import CONFIG_ENV
+from rrl.config.health_rules_file import CONFIG_ENV
 from rrl.core.run_dir import HISTORY_ENV
 from rrl.health.checks.evaluate import CHECKS
 from rrl.health.history import cache as history_cache

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.config import health_rules
-from rrl.config.health_rules import CONFIG_ENV, Rules, RulesError, load_rules, parse_rules
+from rrl.config import health_rules_file
+from rrl.config.health_rules import Rules
+from rrl.config.health_rules_file import CONFIG_ENV, RulesError, load_rules, parse_rules
 from rrl.health.checks.evaluate import CHECKS, unknown_checks
 from rrl.health.checks.node_state import Trail
 from rrl.health.checks.xid_events import XidEvent
@@ -114,7 +115,7 @@ def test_rules_lie_where_the_site_puts_them_and_without_any_the_defaults_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(CONFIG_ENV, raising=False)
-    monkeypatch.setattr(health_rules, "CONFIG", tmp_path / "health.toml")
+    monkeypatch.setattr(health_rules_file, "CONFIG", tmp_path / "health.toml")
     assert load_rules() == Rules()
     (tmp_path / "health.toml").write_text("[expect]\ngpus = 4\n")
     assert load_rules().expect.gpus == 4

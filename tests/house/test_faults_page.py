@@ -62,4 +62,4 @@ def test_its_numbers_and_its_example_are_true() -> None:
 
 
 def test_the_reference_of_the_job_spec_points_here() -> None:
-    assert "docs/faults.md" in Path(ROOT / "spec" / "job_faults.py").read_text()
+    assert "docs/faults.md" in Path(ROOT / "config" / "job" / "faults.py").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("cli", "health", "manager", "roles", "slurm_templates", "spec", "transport")
+ROOMS = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
 LINT = Path(sys.executable).with_name("lint-imports")
 
 
@@ -49,14 +49,14 @@ def test_every_import_goes_downwards_and_the_core_is_pure() -> None:
             "import rrl.roles.launcher.step",
             "rrl.manager is not allowed to import rrl.roles",
         ),
-        ("core/types.py", "import rrl.manager.model.state", "rrl.spec is not allowed to import rrl.manager"),
+        ("core/types.py", "import rrl.manager.model.state", "rrl.core is not allowed to import rrl.manager"),
         (
             "health/detection/attribution/wait_chains.py",
             "import rrl.transport.keys",
             "rrl.health is not allowed to import rrl.transport",
         ),
         ("manager/planner/capacity/allocations.py", "import time", "rrl.manager.planner is not allowed to import time"),
-        ("manager/model/state.py", "import asyncio", "rrl.manager.model.state is not allowed to import asyncio"),
+        ("manager/model/state.py", "import asyncio", "rrl.manager.model is not allowed to import asyncio"),
     ],
 )
 def test_an_import_that_breaks_the_rules_is_found_and_named(copy: Path, where: str, line: str, named: str) -> None:

@@ -111,12 +111,12 @@ class Lab:
         write_atomically(self.run.launch_file(launch.tag), msgspec.json.encode(launch))
         return launch
 
-    def start(self, launch: Launch, module: str = "step", patch: str = "") -> subprocess.Popen[bytes]:
+    def start(self, launch: Launch, module: str = "launcher.step", patch: str = "") -> subprocess.Popen[bytes]:
         """Start the first process; with ``patch``, Python statements run before its main."""
         file = str(self.run.launch_file(launch.tag))
         argv = [sys.executable, "-P", "-m", f"rrl.roles.{module}", file]
         if patch:
-            code = f"import sys; {patch}; from rrl.roles import {module}; sys.exit({module}.main())"
+            code = f"import sys; {patch}; from rrl.roles.{module} import main; sys.exit(main())"
             argv = [sys.executable, "-P", "-c", code, file]
         log = self.run.logs / f"{launch.tag}.first.log"
         with log.open("ab") as out:

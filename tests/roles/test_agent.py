@@ -54,7 +54,7 @@ def first_of(at: Lab, launch: Launch) -> Process:
 async def node(at: Lab, patch: str = "") -> AsyncIterator[Node]:
     async with at.manager() as manager:
         launch = at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
-        yield Node(at, manager, at.start(launch, "agent", patch), launch)
+        yield Node(at, manager, at.start(launch, "agent.main", patch), launch)
 
 
 def test_an_agent_says_who_it_is_and_which_steps_live_on_its_node(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_orphans_from_before_the_agents_life_are_swept_and_their_step_is_witness
             step.kill()
             step.wait()
             await eventually(lambda: len(at.processes(lost)) == 1)
-            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent")
+            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent.main")
             assert (await manager.hears(Gone)).tag == lost.tag
             await eventually(lambda: not at.processes(lost))
 
@@ -184,7 +184,10 @@ def test_a_run_directory_whose_storage_is_away_was_not_removed(tmp_path: Path) -
 @pytest.mark.parametrize("gone", ["summary", "folder"])
 def test_when_the_run_is_over_and_nobody_came_the_agent_ends_what_is_left_and_leaves(tmp_path: Path, gone: str) -> None:
     async def story(at: Lab) -> None:
-        patch = "import rrl.roles.agent.main as a, rrl.roles.launcher.first_process as f; a.RUN_OVER_FOR = 0.3; f.LAST_WORDS = 0.1"
+        patch = (
+            "from rrl.roles.agent import main as a; from rrl.roles.launcher import first_process as f;"
+            " a.RUN_OVER_FOR = 0.3; f.LAST_WORDS = 0.1"
+        )
         async with node(at, patch) as here:
             launch, _ = await here.step(*DAEMON)
             await here.sees(launch)

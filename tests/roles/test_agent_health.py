@@ -32,7 +32,8 @@ class Node:
         launch = self.at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"})
         launch = msgspec.structs.replace(launch, readers=readers, admission=admission, gpus=gpus)
         self.at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
-        self.agent = self.at.start(launch, "agent", f"import os; os.environ.update({self.driver.env()!r}); {patch}pass")
+        patch = f"import os; os.environ.update({self.driver.env()!r}); {patch}pass"
+        self.agent = self.at.start(launch, "agent.main", patch)
         self.launch = launch
         return launch
 

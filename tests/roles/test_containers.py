@@ -68,7 +68,7 @@ def test_the_command_is_run_in_the_image_by_this_call_and_its_exit_code_is_the_r
 def test_processes_in_a_container_are_found_by_their_marks_and_none_outlives_its_step(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
-            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent")
+            at.start(at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), "agent.main")
             await manager.hears(AgentHello)
             launch = contained(at, tmp_path / "job", DAEMON)
             step = at.start(launch)

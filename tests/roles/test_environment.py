@@ -211,7 +211,7 @@ def test_an_agent_says_what_its_node_cannot_import_before_it_says_that_it_is_the
             made = rewrite(
                 at, made, setup=prelude(EnvView(setup=setup)), probe=(sys.executable, "-c", probe), probe_within=within
             )
-            agent = at.start(made, "agent")
+            agent = at.start(made, "agent.main")
             hello = await manager.hears(AgentHello)
             assert said in hello.probe if said else hello.probe == ""
             assert "\n" not in hello.probe
@@ -226,7 +226,7 @@ def test_an_agent_on_a_node_without_the_network_says_so_and_what_its_limits_are(
         async with at.manager() as manager:
             made = rewrite(at, at.launch(replica="agent/local1", env={"RRL_BEAT": "0.1"}), network="nonesuch0")
             lower = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 1 << 20))"
-            at.start(made, "agent", patch=lower)
+            at.start(made, "agent.main", patch=lower)
             hello = await manager.hears(AgentHello)
             assert hello.probe.startswith("no interface nonesuch0 with an IPv4 address; there are lo 127.0.0.1")
             assert hello.memlock == 1 << 20

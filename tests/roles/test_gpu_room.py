@@ -28,8 +28,11 @@ async def step(at: Lab, driver: FakeDriver, waits: float, patch: str = SLURMS, *
     launch = msgspec.structs.replace(at.launch("sleep", "1000"), gpus=1, **more)
     at.run.launch_file(launch.tag).write_bytes(msgspec.json.encode(launch))
     times = f"from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.WAITS, gpu_room.POLL = {waits}, 0.1"
-    asker = "gpu_room.ASK = f'from rrl.roles.launcher import gpu_memory as g; g.WAITS, g.POLL = {gpu_room.WAITS}, 0.1; g.main()'"
-    at.start(launch, "step", f"import os; os.environ.update({driver.env()!r}); {patch}; {times}; {asker}")
+    asker = (
+        "gpu_room.ASK = f'from rrl.roles.launcher import gpu_memory as g;"
+        " g.WAITS, g.POLL = {gpu_room.WAITS}, 0.1; g.main()'"
+    )
+    at.start(launch, "launcher.step", f"import os; os.environ.update({driver.env()!r}); {patch}; {times}; {asker}")
     yield launch
 
 
@@ -140,7 +143,7 @@ def test_who_is_killed_while_it_waits_for_room_leaves_nothing_that_its_agent_doe
             asker = await eventually(lambda: [p for p in at.processes(launch) if p.step and not p.module])
             assert not [p for p in asker if _is_the_command(p.pid)]
             os.kill(int(asker[0].step.partition(".")[0]), SIGKILL)
-            at.start(at.launch(replica="agent/local1"), "agent")
+            at.start(at.launch(replica="agent/local1"), "agent.main")
             await eventually(lambda: not at.processes(launch))
 
     with lab(tmp_path) as at:
@@ -151,7 +154,8 @@ def test_who_cannot_even_ask_for_room_starts(tmp_path: Path) -> None:
     driver = FakeDriver(tmp_path).gpus(2).set(1, "memory_used", 3 * GIB)
 
     async def story(at: Lab) -> None:
-        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; gpu_room.sys = type('S', (), {{'executable': '/no'}})"
+        none = "gpu_room.sys = type('S', (), {'executable': '/no'})"
+        patch = f"{SLURMS}; from rrl.roles.launcher import gpu_memory as gpu_room; {none}"
         async with at.manager(), step(at, driver, waits=600.0, patch=patch) as launch:
             await started(at, launch)
 

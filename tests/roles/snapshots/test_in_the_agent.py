@@ -40,7 +40,7 @@ def test_agents_say_where_they_keep_and_keep_until_they_leave(tmp_path: Path) ->
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launches = {node: agent_on(at, node) for node in ("local1", "local2")}
-            agents = {node: at.start(launch, "agent") for node, launch in launches.items()}
+            agents = {node: at.start(launch, "agent.main") for node, launch in launches.items()}
             addresses = {node: (await manager.hears(msg.AgentHello, partial(_is_on, node))).keeps for node in launches}
             before = {node: Footprint.of(agent.pid) for node, agent in agents.items()}
             first, second = member(at, "local1"), member(at, "local2", 2)
@@ -78,7 +78,7 @@ def test_a_life_that_the_manager_fenced_leaves_nothing_more_with_the_agent(tmp_p
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = agent_on(at, "local1")
-            at.start(launch, "agent")
+            at.start(launch, "agent.main")
             await manager.hears(msg.AgentHello)
             client = member(at, "local1")
             await asyncio.to_thread(keep, client, 1)
@@ -105,7 +105,7 @@ def test_an_agent_that_no_other_node_reaches_keeps_for_its_own(tmp_path: Path) -
         async with at.manager() as manager:
             launch = msgspec.structs.replace(agent_on(at, "local1"), network="nowhere0")
             write_atomically(at.run.launch_file(launch.tag), msgspec.json.encode(launch))
-            at.start(launch, "agent")
+            at.start(launch, "agent.main")
             assert (await manager.hears(msg.AgentHello)).keeps == ""
             client = member(at, "local1")
             await asyncio.to_thread(keep, client, 1)

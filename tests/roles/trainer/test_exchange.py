@@ -195,7 +195,7 @@ def unpickles(source: str) -> list[str]:
     return [f"{line}: {what}" for line, what in sorted(found)]
 
 
-@pytest.mark.parametrize("room", ["roles", "transport", "manager", "spec", "health", "cli", "examples"])
+@pytest.mark.parametrize("room", ["roles", "transport", "manager", "core", "config", "health", "cli", "examples"])
 def test_no_module_unpickles_what_comes_from_outside(room: str) -> None:
     found = {
         str(path.relative_to(_PACKAGE)): places
