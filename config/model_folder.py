@@ -1,8 +1,7 @@
-"""Whether a Hugging Face folder can be ``[model] path``: seen on a login node, without torch or transformers, before a
-queue is waited in. What passes here may still be refused by transformers itself.
+"""Check on a login node whether a Hugging Face folder can be ``[model] path``, without torch or transformers.
 
-``[model] path``: what can be said of a Hugging Face folder without torch or transformers, on a login node and in
-roles that only speak of tokens.
+A folder that passes here may still be refused by transformers itself. The roles that only handle tokens read the
+tokenizer's properties through the same functions.
 """
 
 from __future__ import annotations

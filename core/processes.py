@@ -1,13 +1,9 @@
-"""How processes of a run are recognised on a node, and how exactly those are ended.
+"""Find the processes of a run on a node, end exactly those, and raise the limit on open files.
 
-Every process of a step carries two marks in its environment, handed down to whatever it starts: which launch file it
-belongs to, and which first process started it. A process is named by its pid *and* its start time, and is signalled
-through a pidfd that was opened before the start time was compared: a pid that was reused is never hit. Only processes
-of our own user are looked at.
-
-Lies in ``spec`` because both sides agree on it: the agent and the step (roles), and the local cluster (manager).
-
-How many files a process of rrl may hold open: a manager of a large run, a merge of its logs, a role with RDMA.
+Every process of a step carries two marks in its environment and hands them down to what it starts: its launch file, and
+the first process that started it. A process is named by its pid *and* its start time, and is signalled through a pidfd
+that was opened before the start time was compared, so that a reused pid is never hit. Only processes of our own user
+are considered. Shared by the agent and the step (roles) and by the local cluster (manager).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""What is set up on a node before a role's command: the [env] of a job spec as one bash text.
+"""Set up the environment of a role's command: the ``[env]`` table of a job as one bash text, and its variables.
 
-It is run as ``bash -c TEXT rrl-env WORDS REPORT COMMAND...``. WORDS is a descriptor that stderr goes to while things
-are set up, REPORT one that is told what failed, or :data:`BEGUN`; COMMAND has neither.
-
-Each line stands for itself (``eval``), so that a mistake in one cannot swallow the next; it fails when its last command
-does. There is no ``set -e``: scripts of sites, and conda's, do not bear it.
-
-Which environment variables of a shell, of the manager or of an image reach a role.
+The text runs as ``bash -c TEXT rrl-env WORDS REPORT COMMAND...``. WORDS is a file descriptor that receives stderr
+during the setup, REPORT one that receives what failed, or :data:`BEGUN`; COMMAND inherits neither. Each line is
+evaluated by itself (``eval``), so that a mistake in one cannot swallow the next; a line fails when its last command
+does. There is no ``set -e``: scripts of sites and of conda do not work under it.
 """
 
 from __future__ import annotations

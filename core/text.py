@@ -1,15 +1,8 @@
-"""Text of roles, nodes and users as it may be printed: nothing of it can command a terminal.
+"""Text for people: one line instead of many, and never with characters that command a terminal.
 
 A terminal obeys control characters (C0 and C1: cursor, colours, title, clipboard, answers typed into the shell) and
-reorders text by directional ones, so that a line shows something else than it says.
-
-What was written last before something failed, on one line: the best reason there is when nobody told another one.
-
-What can never work as job.toml has it: the role that finds it ends with exit code 2 and one line, no traceback.
-
-What a manager says for people: one line on its own output, which submitit keeps in the run directory.
-
-How a complaint about somebody's file is told.
+reorders text by directional characters, so that a line may show something else than it says. :func:`escaped` and its
+variants make text of roles, nodes and users safe to print.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The terminal, or what stands in its place: one way to print, and JSON.
-
-Nothing that a role, a node or a user wrote can command the terminal (:mod:`rrl.core.text`).
-
-Times as people give them on the command line.
-"""
+"""Print text, JSON and times, to a terminal or to a file. Text of roles, nodes and users is always escaped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What each check of ``rrl doctor`` asks, and what to do where the answer is bad; docs/doctor.md is made from it.
+"""The catalogue of ``rrl doctor``: what each check asks, and what to do where the answer is bad.
 
-One line of the answer, made. The fix is the catalogue's unless a check knows a better one.
+docs/doctor.md is generated from it. A check may give a better fix than the catalogue's.
 """
 
 from __future__ import annotations

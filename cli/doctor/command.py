@@ -1,7 +1,4 @@
-"""``rrl doctor``: what of rrl works here, what does not, and what to do about it.
-
-All checks, in the order in which they are shown. Pure: the same facts give the same lines.
-"""
+"""``rrl doctor``: what of rrl works here, what does not, and what to do about it."""
 
 from __future__ import annotations
 

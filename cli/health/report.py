@@ -1,7 +1,4 @@
-"""``rrl health report``: how nodes and site have been doing, from the histories of all runs.
-
-Which history folders are meant, what they say, and what of it can be true.
-"""
+"""``rrl health report``: how nodes and site have been doing, from the histories of all runs."""
 
 from __future__ import annotations
 

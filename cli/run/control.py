@@ -1,8 +1,7 @@
-"""``rrl drain`` and ``rrl undrain``: a node is not to be used any more, or again, by a letter in the run's mailbox.
+"""``rrl cancel``, ``rrl restart``, ``rrl drain`` and ``rrl undrain``.
 
-``rrl cancel``: a letter in the run's mailbox, which its manager takes; it works where no socket can be reached.
-
-``rrl restart``: end one replica's life and have it start anew, by a letter in the run's mailbox.
+Each writes a command into the run's mailbox, from which the manager takes it, so that they work where no socket can be
+reached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``rrl status``: one look at a run, or a picture that is kept up to date.
-
-``rrl list``: all runs of this user, newest first.
-"""
+"""``rrl status``: the state of one run. ``rrl list``: all runs of this user, newest first."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What the checks of a node found, as something to look at. Pure.
-
-What the doctor found, as something to look at. Pure.
-
-Drains that runs ask for, as something to look at. Pure.
-"""
+"""Render what node checks and ``rrl doctor`` found, and the drains that runs request. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run came to: ``summary.json`` as something to look at. Pure.
-
-The list of runs as something to look at. Pure.
-"""
+"""Render ``summary.json`` of one run, and the list of runs. Pure."""
 
 from __future__ import annotations
 

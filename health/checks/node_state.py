@@ -1,12 +1,9 @@
-"""What one node's checks remember: the newest reading of each reader, the past of counters, what the kernel log told,
-and what was done to the node's processes. It judges nothing.
+"""What the checks of one node remember: the newest reading of each reader, the history of counters, kernel messages,
+and what rrl did to the node's processes. It judges nothing.
 
-All times are s of the node's own monotonic clock, as readings have them. The first value of a counter is where it
-starts: what was counted before us is no rise.
-
-The past of one counter: totals by time, as few as its rates need.
-
-What a node had when it was looked at before: an agent that comes back would else not miss what broke meanwhile.
+All times are seconds of the node's monotonic clock, as in the readings. The first value of a counter is its origin:
+what was counted before is not an increase. The hardware that was present is remembered across agents, so that a
+restarted agent notices what broke while there was none.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Xids as they were told: by the kernel log, NVML's events and DCGM's counts, each once.
+"""Xid events of one node, each counted once, and the catalogue of Xids.
 
-One Xid on one GPU within a burst is one event, whoever tells it and how often. The kernel log names a GPU by its bus,
-the others by its UUID, and NVML sometimes not at all: what is told of one GPU comes together once both names are known.
+Events come from the kernel log, NVML's events and DCGM's counts. One Xid on one GPU within a burst is one event,
+whichever source reports it and however often. The kernel log names a GPU by its bus address, the others by its UUID,
+and NVML sometimes by neither: reports about one GPU are joined once both names are known.
 
-The catalogue of Xids: what each number means, how grave it is, whose fault. Data in ``xids.csv``; how they are
-judged lies in :mod:`rrl.health.checks.xid`.
-
+``xids.csv`` says what each number means, how severe it is and whose fault; :mod:`rrl.health.checks.xid` judges.
 Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest`` (docs/health.md). Meanings
-are after NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h, classes the union of NVSentinel's table,
+follow NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h, classes the union of NVSentinel's table,
 DCGM's and gcm's (``5b``: docs/sources.md). A site corrects a class in its rules ([xid.classes]).
 """
 

@@ -1,15 +1,11 @@
-"""How fast each replica works, against its peers. Kept as it is heard, in rounds: all are compared at a round's end,
-and what comes out lies with each replica, so that a detector need look at one of them only.
+"""What is usual in a run: durations of phases, gaps between signs of progress, and throughput against peers.
 
-Rollouts: tokens per second in which they generate and are not idle (a tool that is waited for makes nobody slow), over
-a minute. Members of a gang: from the begin of a training pass to its last sign of progress, or to its end where there
-is none. In lockstep that tells nothing apart, and nobody is called slow. Thresholds: docs/sources.md (NVRx: < 0.75).
-
-How long things usually take: durations of phases and gaps between two signs of progress, per role and phase.
-
-What a watch has learned of the roles that it watches, so that the next manager need not learn it anew.
-
-How long things take is no silence: it holds whoever listens. What one life does just now is not among it.
+Durations are kept per role and phase (:class:`Usual`). Throughput is compared in rounds: at the end of a round all
+replicas of a role are compared, and the result is stored with each replica, so that a detector needs only that replica.
+For rollouts it is tokens per second, over a minute, while they generate and are not idle (waiting for a tool is not
+slow). For members of a gang it is the time from the start of a training pass to its last sign of progress, or to its
+end where there is none; members in lockstep cannot be told apart, and none is called slow. Thresholds: docs/sources.md
+(NVRx: < 0.75). Baselines are journaled, so that the next manager does not have to learn them again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""What is kept of one replica and of one node: the values that :class:`rrl.health.detection.watch.Watch` writes and
-that the detectors read. Times are the manager's clock (s) at receipt.
+"""What is kept of one replica and of one node: written by :class:`rrl.health.detection.watch.Watch`, read by detectors.
 
-What CPU and GPU of one replica do, as its node's agent tells every few seconds: idle, at work, or one cannot say.
-
-Loads are evidence only where they come without a gap: an agent that is silent, or cannot look, says nothing about who
-is idle. A GPU whose kernels run is no evidence of progress either, where a collective spins (``spins``).
-
-What one replica was asked and what it answered: a probe is a bit of real work, and its answer a sign of life that no
-beat can give, for beats come from a thread of their own.
+Times are the manager's clock (s) at receipt. Loads of CPU and GPU come from the node's agent every few seconds. They
+count as evidence only while they arrive without a gap: an agent that is silent or cannot measure says nothing about who
+is idle. A busy GPU is no proof of progress either, where a collective spins (``spins``). A probe asks a replica for a
+small piece of real work; its answer is stronger evidence than a heartbeat, which a thread of its own sends.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""Failure rates with their intervals, and how long nodes were held. Pure; times in s.
+"""Failure rates with confidence intervals, and lemons: nodes that fail again and again. Pure; times in s.
 
-A count ``k`` of failures over an exposure ``T`` is taken for Poisson's. The interval of its rate is the exact one
-(Garwood 1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``; that of the
-mean time between failures is its inverse. It contains the truth at least as often as it says, also for few failures.
+A count ``k`` of failures over an exposure ``T`` is taken as Poisson. The interval of its rate is the exact one (Garwood
+1936), from quantiles of the gamma distribution: ``q(α/2; k) / T`` to ``q(1 - α/2; k + 1) / T``; that of the mean time
+between failures is its inverse. It covers the true rate at least as often as it states, for few failures too.
 
-Lemons: nodes that fail again and again, each time for a reason that looks small. Pure.
-
-Signals of the last 28 days, as Meta found them telling (docs/sources.md, "lemon nodes"). Each occurrence of a signal
-``s`` leaves ``1 - weight(s)`` of the trust in a node:
+A lemon's score uses the signals of the last 28 days that Meta found telling (docs/sources.md, "lemon nodes"). Each
+occurrence of a signal ``s`` leaves ``1 - weight(s)`` of the trust in a node:
 
     score = 1 - Π (1 - weight(s)) ** count(s)
 
-so that it lies between 0 and 1, grows with each occurrence and never depends on an order; but what one user says takes
-at most half of the trust (:mod:`rrl.health.report.corroboration`), so that nobody alone makes a node a lemon. A node is
-a lemon only with two keys: a score of at least ``LEMON``, and signals on at least two days. The weights are ours; Meta
-set thresholds of its own by hand.
+The score lies between 0 and 1, grows with each occurrence and does not depend on their order. What one user reports
+takes at most half of the trust (:mod:`rrl.health.report.corroboration`), so that no single user can make a node a
+lemon. A lemon needs a score of at least ``LEMON`` and signals on at least two days. The weights are ours; Meta set
+thresholds of its own by hand.
 """
 
 from __future__ import annotations

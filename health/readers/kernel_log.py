@@ -1,24 +1,23 @@
-"""Messages of the kernel log that mean something, each with where its form was seen. Pure: bytes in, event out.
+"""Read the kernel log from ``/dev/kmsg`` and recognise the messages that matter, each with the source of its form.
 
-The kernel prints names that users choose: a crashing program's ``comm`` and the name of its file, or the prefix of a
-packet filter's rule. No node may be drained through such a name:
+Every reader of ``/dev/kmsg`` sees every record, from the oldest that the kernel still holds. A record is
+``priority,sequence,microseconds,flags;text`` (linux Documentation/ABI/testing/dev-kmsg), followed by property lines
+that begin with a blank. Its time runs as CLOCK_MONOTONIC does. A missing permission cannot be worked around: the
+journal needs one as well.
 
-- Every pattern is matched at the start of the message and holds more fixed text than a ``comm`` (15 bytes) can imitate,
-  or reaches to the end of the message.
-- A message that begins with such a name (:data:`_BEGINS_WITH_A_NAME`) or is a packet filter's is dropped before any
-  pattern is looked at: the name may imitate the beginning of a pattern, and a file's name the rest.
+Only the kernel's own records count. ``priority >> 3`` is the facility: 0 is the kernel, which no program can claim;
+what a program writes into /dev/kmsg gets 1 (user) or the value above 0 that it names (linux kernel/printk/printk.c,
+devkmsg_write). A record with the flag ``c`` or ``+`` continues another one and may begin with any part of a line.
 
-Groups: ``xid``, ``pci``, ``pid``, ``device``. The first pattern that matches a message names its kind.
+The kernel prints names that users choose: a crashing program's ``comm`` and file name, or the prefix of a packet filter
+rule. No node may be drained because of such a name:
 
-The kernel log, from ``/dev/kmsg``: every reader of it sees every record, from the oldest that the kernel still has.
+- Every pattern is anchored at the start of the message and holds more fixed text than a ``comm`` (15 bytes) can
+  imitate, or reaches to the end of the message.
+- A message that begins with such a name (:data:`_BEGINS_WITH_A_NAME`) or comes from a packet filter is dropped before
+  any pattern is tried.
 
-A record is ``priority,sequence,microseconds,flags;text`` (linux Documentation/ABI/testing/dev-kmsg), with lines of
-properties after it that begin with a blank. Its time counts as CLOCK_MONOTONIC does. There is no way around a missing
-permission: the journal needs one as well.
-
-Only the kernel's own records count. ``priority >> 3`` is the facility: 0 is the kernel, which no program can claim, for
-what is written into /dev/kmsg gets 1 (user) or what the writer says above 0 (linux kernel/printk/printk.c,
-devkmsg_write). A record with the flag ``c`` or ``+`` goes on with another one: it may begin with any part of a line.
+Groups: ``xid``, ``pci``, ``pid``, ``device``. The first pattern that matches a message decides its kind.
 """
 
 from __future__ import annotations

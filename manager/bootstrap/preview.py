@@ -1,7 +1,4 @@
-"""Exactly what ``rrl submit`` would start, as text. Touches nothing, and asks nobody.
-
-The most jobs and steps that a run can have, and make within an hour. Pure, from the job spec alone.
-"""
+"""What ``rrl submit`` would start, as text, and the most jobs and steps that a run can have. Pure, from the job alone."""
 
 from __future__ import annotations
 

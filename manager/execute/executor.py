@@ -1,9 +1,8 @@
-"""Carries out what was planned and journaled: the only caller of the cluster's verbs that change something.
+"""Carry out planned and journaled actions: the only caller of the cluster's verbs that change something.
 
-Every action here has been recorded as an intent and fsynced. Its result comes back as a ``Done`` event, or, where
-nobody knows (``Unanswered``), not at all: then the next look at the cluster settles it by its tag.
-
-What carrying out an action takes beyond the cluster: launch files, words to steps and agents, and their answers.
+Every action here was recorded as an intent and fsynced. Its result comes back as a ``Done`` event or, where nobody
+knows (``Unanswered``), not at all: the next poll of the cluster then settles it by its tag. What an action needs beyond
+the cluster is done here too: write launch files, send requests to steps and agents, and handle their answers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Has faults performed by whoever can: the agent of the target's node, the role itself, the cluster, or this manager.
+"""Inject requested faults: through the agent of the target's node, the role itself, the cluster, or this manager.
 
-Each ends in one ``FaultInjected`` that says whether it was performed, by the word of whoever did it; what lasts in a
-second one when it is over. A fault is tried once: what became of one whose manager died is told as unknown.
+Each fault ends in one ``FaultInjected`` event that says whether it was performed; one that lasts gets a second event at
+its end. A fault is tried once; if the manager died in between, its result is recorded as unknown.
 
-The fault ``disk_full``: a file that leaves no room on the run directory's file system. Blocking.
-
-The room is everybody's on that file system, so it is taken only where little of it is left; and whatever happens to
-whoever took it, the next manager, or an agent that misses its manager, gives it back.
+``disk_full`` writes a file that fills the run directory's file system (blocking). Because others use that file system
+too, it is done only where little room is left; whoever comes after a killed manager, the next manager or an agent that
+misses it, removes the file.
 """
 
 from __future__ import annotations

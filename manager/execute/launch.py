@@ -1,12 +1,9 @@
-"""From a decision to start a life to what its first process reads: the launch file and the cluster's step.
+"""Build what the first process of a step reads: its launch file, the cluster's step and, in a container, its command.
 
-How a role's command gets into its container: apptainer's command line, pyxis's options of srun. Pure.
-
-With apptainer the role's first process stays on the node and only the command runs in the image; with pyxis, a plugin
-of srun, the whole step does, first process and all. Neither makes a process namespace, so that the processes of a role
-are found and ended by their marks as everywhere else. What was looked up: apptainer-exec(1) of 1.4
-(man.archlinux.org), apptainer.org/docs/user/latest (bind paths, environment), github.com/NVIDIA/pyxis (README,
-wiki/Usage).
+With apptainer the first process stays on the node and only the command runs in the image; with pyxis, a plugin of srun,
+the whole step runs in it. Neither creates a process namespace, so the processes of a role are found and ended by their
+marks as everywhere else. Sources: apptainer-exec(1) of 1.4 (man.archlinux.org), apptainer.org/docs/user/latest (bind
+paths, environment), github.com/NVIDIA/pyxis (README, wiki/Usage).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What a node or a role says of itself when it joins, judged: too little memory to lock, a GPU that is another's.
-
-Where a node's health is read, and whether roles wait for that: one answer for who launches agents and who places
-roles.
+"""Decide whether a step may start on a node: enough lockable memory, GPUs that no other replica holds, and which
+readers its agent must have run first.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""What the agents find on their nodes, as this manager believes it: only from the believed agent, only about its own
-node, in the manager's time; and what the job wants to hear of at all (``[health]``).
+"""Turn findings of the manager's detectors and of the node agents into events: when one appears, changes or clears.
 
-What is found, by detectors here and by agents on their nodes, and what of it becomes an event: each finding once,
-and again only when it says something else.
-
-On the way it passes two gates: what the job wants to hear of (``[health]``), and whether many find the same at once.
-
-What a new manager's watch inherits of the journal: who is believed to live, and what is usual, which is kept there
-rarely, and all of it in one record.
+A report of an agent is accepted only from the node's current agent and only about its own node; its times are converted
+to the manager's clock. ``[health]`` of the job decides which findings count, and correlation holds back those that many
+nodes or replicas show at once. The baselines that a new manager inherits from the journal are written here as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From messages to events: who says what is checked against who is believed, and only what changed becomes an event.
+"""Turn messages into events: the sender is checked against the current incarnations, and only changes are recorded.
 
-Nothing here decides. A beat only refreshes a sighting: no event, no disk.
-
-What was said of a step that left no exit record: by whatever was to start it, and by its first process.
+Nothing is decided here. A heartbeat only refreshes what the watch knows of its sender: no event, no write. For a step
+that left no exit record, the output of its launcher and of its first process is attached to the event.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Orders of people: what a letter of the mailbox becomes, and which faults are refused. Pure.
+"""Read user commands from the run directory's mailbox and turn them into events, or reject them.
 
-Commands from people: one file each in the run directory's mailbox, which only the run's owner can write.
-
-It works where no port can be reached, and while no manager lives: the next one takes what waits.
+A command is one file that only the run's owner can write. It works where no port can be reached, and while no manager
+runs: the next one takes what waits.
 """
 
 from __future__ import annotations

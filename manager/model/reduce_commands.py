@@ -1,7 +1,4 @@
-"""What is believed after a person's order: cancel, restart, drain, resume, faults.
-
-What a restart of the whole run does to what is believed: nobody's life is, and everybody is wanted again.
-"""
+"""Reduce user commands (cancel, restart, drain, resume, faults) and restarts of the whole run into the state. Pure."""
 
 from __future__ import annotations
 

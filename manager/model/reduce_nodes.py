@@ -1,7 +1,5 @@
-"""What is believed of allocations and nodes after one more event: the part of ``fold`` that the cluster speaks of.
-
-What is believed of exclusions, of drains, of single nodes given back and of people's orders about nodes, after one
-more event.
+"""Reduce events about allocations and nodes into the state: what the cluster reports, exclusions, drains and commands
+about nodes. Pure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Who stands still since when, and what that costs: a replica's GPUs × the time until it works again. Pure.
+"""Account for downtime: since when each replica has not worked, and the GPU time lost until it works again. Pure.
 
-Fed with every event and the states before and after it; a manager that takes over begins with the state that it found.
-
-Who worked when, so that it can be taken back: a failure is found some time after its first trace.
+It takes every event with the states before and after it; a new manager starts from the state that it found. Work that
+was counted after the first symptom of a failure, which is detected later, is taken back.
 """
 
 from __future__ import annotations

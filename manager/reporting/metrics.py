@@ -1,12 +1,9 @@
-"""Prometheus metrics of a run, served by its manager (``[health] metrics``). What they say is in the state and a
-:class:`Tally` of it: :func:`samples` is pure. Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
+"""Prometheus metrics of a run, served by its manager (``[health] metrics``): restarts, findings, steps, tokens, GPU
+time lost, effective training time.
 
-What a manager counts of its run while it goes: restarts, findings, steps, GPU time lost, effective time. Pure.
-
-Counts begin with the manager: its successor's begin anew, as counters of Prometheus do. The effective time is what
-replicas say of themselves at the moment; ``summary.json`` takes back what a failure's first trace disproves.
-
-How much rollouts have generated, by what their beats tell: what was made while the trainer was away.
+:func:`samples` is pure: metrics are computed from the state and a :class:`Tally`, which counts from the start of each
+manager, as Prometheus' counters may. Effective time uses what replicas report at the moment; ``summary.json`` corrects
+it by a failure's first symptom. Names, alerts and a dashboard: docs/alerts.yml, docs/grafana.json.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""What a run cost and gained, from its events alone: recoveries with stage times, effective training time, rewards.
+"""Summarise a run from its events alone: recoveries with the times of their stages, effective training time, rewards,
+and the nodes that an administrator should drain.
 
-ETTR as RobustRL computes it (docs/sources.md): the time in which the trainer works counts whole; while it is being
-restored and rollouts go on, an interval counts #rollouts / (#rollouts + #trainers); with everything down it counts 0.
-``ettr_strict`` counts only intervals in which every replica works. Who was found to have failed has not worked since
-the failure's first trace, whatever it said.
-
-Nodes that should be drained and that the cluster did not drain for us, with what was found: for the administrators.
-
-Folded from the journal, like the rest of the run's account: a refused intent to drain is the request.
+ETTR as RobustRL computes it (docs/sources.md): the time in which the trainer works counts whole; while it is restored
+and rollouts go on, an interval counts #rollouts / (#rollouts + #trainers); with everything down it counts 0.
+``ettr_strict`` counts only intervals in which every replica works. A failed replica counts as down from the first
+symptom of its failure, whatever it reported.
 """
 
 from __future__ import annotations

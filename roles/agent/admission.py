@@ -1,7 +1,6 @@
-"""What an agent finds out before it says that its node is there: can roles run here at all?
+"""Run the admission checks of a node before its agent reports it as usable.
 
-Whether a node's health is looked after, and by which readers. Light: the readers' side and the checks are imported
-only where there is something to read, for they take memory.
+Readers and checks are imported only where there is hardware to read: they take memory.
 """
 
 from __future__ import annotations

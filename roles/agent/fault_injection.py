@@ -1,9 +1,7 @@
-"""Performs injected faults from outside, by signals and limits, and only on processes of the own run.
+"""Perform injected faults on a node: by signals and limits, only on processes of the own run, or on the agent itself.
 
-A performer gets the two processes of a step and returns what it did; it raises :class:`NotPerformed` with the reason
-when it may not or cannot. What lasts is held by a process of its own (:mod:`rrl.roles.agent.pause_helper`).
-
-What the agent of a node does when it is told to inject a fault: into a step there, or into itself.
+A performer takes the two processes of a step and returns what it did; it raises :class:`NotPerformed` with the reason
+when it must not or cannot. A fault that lasts is held by a process of its own (:mod:`rrl.roles.agent.pause_helper`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The agent's side of node health: readers in processes of their own, and what the checks make of their readings.
+"""Monitor the health of the agent's node: readers in processes of their own, and the checks over their readings.
 
-A round before the agent's first word (admission), then as readings come. What is found is told when it changes, and all
-of it to every new manager. Nothing here keeps the agent from beating: readers may hang, die or never start, which is
-said once, and the agent goes on.
-
-Where an agent keeps for the next one of its node what hardware it has seen there.
+One round runs before the agent reports the node (admission), later ones as readings arrive. A finding is sent when it
+changes, and all of them to every new manager. Nothing here blocks the agent's heartbeats: a reader that hangs, dies or
+never starts is reported once. The hardware that was seen is stored for the next agent of the node.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""The role's command in a process group of its own, and the census of a run's processes on one node.
+"""Start the role's command in a process group of its own, and count the run's processes on a node.
 
-How a process is recognised and ended lies in :mod:`rrl.core.processes`; this is what the step and the agent add.
-
-What a shadow does not take while it stands by, and takes when it becomes something: the CPU, and which GPUs.
-
-It imports and builds beside roles that work, so its session is nice to all others (the autogroup of sched(7)), which
-its owner may make it and take back. Not SCHED_IDLE: that nobody may leave without CAP_SYS_NICE or an RLIMIT_NICE that
-few sites give, and beside roles that use every core it is never ready. Where each step has a CPU cgroup of its own,
-that shares the cores between them, and this changes nothing.
+:mod:`rrl.core.processes` recognises and ends processes; this module adds what the step and the agent need. A warm
+standby imports and builds beside roles that work: its session gets a low priority (the autogroup of sched(7)), which
+its owner may set and take back, and it takes its GPUs only when it is promoted. SCHED_IDLE is no alternative: leaving
+it needs CAP_SYS_NICE or an RLIMIT_NICE that few sites give, and a process under it never becomes ready beside roles
+that use every core. Where each step has a CPU cgroup of its own, that cgroup shares the cores, and the priority changes
+nothing.
 """
 
 from __future__ import annotations

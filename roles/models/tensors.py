@@ -1,9 +1,7 @@
-"""torch tensors as bytes and back. The weight plane moves bytes and knows no torch; this is where the two meet.
+"""Convert torch tensors to bytes and back, and choose the device of a role. The weight transport knows no torch.
 
 A tensor travels as its elements in row-major order, in this machine's byte order, whatever its dtype: nothing is
-converted on the way. A tied tensor travels once, under its first name, as in Hugging Face's files.
-
-Where torch computes in a role: on the GPU that the role was given, or on the CPU where it asked for none.
+converted. A tied tensor travels once, under its first name, as in Hugging Face's files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The agent's memory: which snapshots are there, whose turn it is, and how much room there may be for them.
+"""Snapshot buffers of an agent: which snapshots it holds, which buffer is next, and how much memory they may take.
 
-No sockets here. The bytes lie in memfds, which have no name to leave behind: they end with the agent, or when it lets
-go of them and nobody maps them any more.
-
-How much memory this process could still fill without anybody being killed for it.
+No sockets here. The bytes lie in memfds, which have no name: they are freed when the agent ends, or when it releases
+them and no process maps them any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""How a member asks an agent: the one of its own node over a line that it keeps, others over one for each question.
-
-Where an agent is found by those who have snapshots to keep or to fetch, and what opens its two doors.
+"""Connect a trainer rank to snapshot servers: to its own node's agent over a connection that it keeps, to others over
+one connection for each request. Names and keys of both endpoints are defined here.
 """
 
 from __future__ import annotations

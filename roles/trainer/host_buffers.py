@@ -1,7 +1,8 @@
-"""Host memory for a step's state: the agent's where it keeps snapshots, which outlives this process, else its own.
+"""Host memory for the state of one step, and where each tensor of a rank lies in it.
 
-Where the tensors of one member lie in a host buffer: one flat piece of memory, filled in each step at the speed of a
-memcpy, from which files and snapshots are made while the next step runs.
+The memory belongs to the agent where it keeps snapshots, and so outlives this process; else to this process. It is one
+flat buffer, filled in each step at the speed of a memcpy; files and snapshots are made from it while the next step
+runs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""GRPO as pure functions of tensors (DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.14476).
+"""GRPO's loss, and log-probabilities and entropies of given tokens, as functions of tensors.
 
-``B`` trajectories, ``T`` the longest answer in tokens.
+GRPO: DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.14476. ``B`` is the number of trajectories,
+``T`` the longest answer in tokens.
 
-How likely the trained policy finds given tokens, and how undecided it is: from logits, a piece at a time.
-
-A vocabulary of 49,000 to 152,000 makes the logits of a batch the largest tensor there is. Written with torch's own
-functions, temperature, log-softmax, its exponent and their product would each be another one of that size, in float32,
-kept for the backward pass. Here the pieces are computed twice instead, and the gradient takes the place of the logits:
-measured for SmolLM2's vocabulary in tests/roles/trainer/test_likelihood.py.
+A vocabulary of 49,000 to 152,000 makes the logits of a batch the largest tensor there is. With torch's own functions,
+temperature, log-softmax, its exponent and their product would each be another float32 tensor of that size, kept for the
+backward pass. Here logits are processed in pieces that are computed twice instead, and the gradient replaces the
+logits: measured for SmolLM2's vocabulary in tests/roles/trainer/test_likelihood.py.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """The built-in trainer: GRPO in one process, or in as many as ``[roles.trainer] ranks`` says. ``python -m`` runs it.
 
-Whatever needs no word of the manager comes before it joins: a process that is kept warm has done it in advance. A step
-counts when its checkpoint is committed. A trainer that starts anew goes on from the newest state that can be verified,
-publishes its weights at once, and is given the batches after it: the same ones, if its predecessor had already asked
-for them.
+Everything that needs no message of the manager is done before the trainer joins, so that a warm standby has done it in
+advance. A step counts when its checkpoint is committed. A restarted trainer continues from the newest state that can be
+verified, publishes its weights at once, and gets the batches after it: the same ones, if its predecessor had already
+requested them.
 
-What a process that is kept warm does beforehand: a step of a tiny model, in a gang of its own that ends with it.
-
-The first step of a process pays for what torch loads and sets up at first use: 0.43 s against 0.08 s after practice,
-for a tiny model on two CPU ranks; for a large one no gain was shown (docs/sources.md, torch). Not where the trainer has
-GPUs: torch's first ``backward`` asks CUDA for its devices, be it on a CPU, and after that it could no longer be said
-which of them are this process's. That is not known yet.
+A warm standby also runs one step of a tiny model, in a process group of its own: the first step of a process pays for
+what torch sets up at first use (0.43 s against 0.08 s afterwards, for a tiny model on two CPU ranks; no gain was shown
+for a large one; docs/sources.md, torch). It does not where the trainer has GPUs: torch's first ``backward`` initialises
+CUDA, even on a CPU model, and the process could no longer choose its devices, which are not known yet.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The processes of one trainer, as they find each other: always a fresh rendezvous, in each incarnation anew.
+"""The process group of one trainer, always from a fresh rendezvous, and how its ranks share a batch.
 
-The first member opens a key-value store of torch's and announces it through the manager; the others wait to hear of it.
-torch's store and gloo authenticate nobody. Both listen at the run's own address only (the store on a socket that is
-bound there: torch itself binds every interface), and nothing that arrives is unpickled
-(:mod:`rrl.roles.trainer.exchange`). Whoever reaches that address can still list and change the keys of the store, and
-read and change what ranks exchange. The keys of each life are its own so that no two gangs meet by mistake. All groups
-are made at the start: none can be made any more once the first member's store is gone (docs/sources.md, torch).
+Rank 0 opens a torch key-value store and announces it through the manager; the others wait for the announcement. torch's
+store and gloo authenticate nobody. Both listen only at the run's own address (the store on a socket that is bound
+there: torch itself binds every interface), and nothing that arrives is unpickled (:mod:`rrl.roles.trainer.exchange`).
+Whoever reaches that address can still list and change the keys of the store, and read and change what ranks exchange.
+Keys differ between incarnations, so that no two process groups meet by mistake. All groups are created at the start:
+none can be created once rank 0's store is gone (docs/sources.md, torch).
 
-How a batch comes to the members of a gang: the first one asks the store for it, once, and sends each its share.
-
-A share has the tokens of a member's own trajectories, and of all others what the step as a whole depends on
-(:func:`rrl.roles.trajectories.batches.share`). It is sent as it came from the store, 8 bytes a token, one member's at a
-time: nowhere is there more than the batch and one share of it.
+Rank 0 asks the trajectory store for a batch once and sends each rank its share: the tokens of the rank's own
+trajectories, and what the step as a whole needs of all others (:func:`rrl.roles.trajectories.batches.share`). A share
+is sent as it came from the store, 8 bytes a token, one rank at a time: no process holds more than the batch and one
+share.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The store's file: framed, checksummed records; one writer; durable when :meth:`Log.flush` returns.
+"""The trajectory store's file: framed, checksummed records; one writer; durable when :meth:`Log.flush` returns.
 
-A folder holds ``log.<k>``, where k counts the openings. Whoever opens claims k by creating its file, exclusively and
+A folder holds ``log.<k>``, where k counts the openings. A new writer claims k by creating its file, exclusively and
 empty, *then* reads the newest log before it, then writes what still matters into its own, which appears whole, by
-rename. A predecessor that is still alive (a node cut off that comes back) sees the claim when it flushes, and stops
-before it acknowledges: either it sees us, or we saw its bytes. On NFS a cached directory entry may hide the claim for
-as long as the site's ``acdirmax``; the manager's fencing covers that. O_APPEND between NFS clients, flock and mtime
-are not relied upon (docs/sources.md, sites).
-
-The store's state and its log, kept in step: what is written is folded at once and durable at the next flush.
+rename. A predecessor that still runs (on a node that was cut off) sees the claim when it flushes, and stops before it
+acknowledges: either it sees the new writer, or the new writer saw its bytes. On NFS a cached directory entry may hide
+the claim for as long as the site's ``acdirmax``; the manager's fencing covers that. O_APPEND between NFS clients, flock
+and mtime are not relied upon (docs/sources.md, sites). :class:`Durable` keeps the store's state and its log in step: a
+record is folded at once, and durable at the next flush.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The records of the store's log. A log that cannot be read whole is not read: an unknown kind is an error.
+"""The records of the trajectory store's log, and an audit that counts the fate of every trajectory from them alone.
 
-Token data is packed (int32 and float32): 8 bytes a token in memory and on disk.
-
-What became of every trajectory, counted from the durable records alone: a witness beside the store's own state.
+A log that cannot be read whole is not read: an unknown kind of record is an error. Token data is packed (int32 and
+float32): 8 bytes a token in memory and on disk. The audit is independent of the store's own state.
 """
 
 from __future__ import annotations

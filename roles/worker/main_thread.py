@@ -1,13 +1,11 @@
-"""Faults that a role commits on itself, ordered by the manager: what no signal from outside can do.
+"""Requests of the manager that the role's main thread must handle: probes and self-inflicted faults.
 
-An exit is done at once, by the link's thread. The others strike in the role's own thread at its next call of the worker
-API, for there its own code is hit as by a real one. The answer leaves first, or nobody could give it.
+A probe asks a suspected role for a small piece of real work. The connection's thread receives it; its handler runs in
+the thread that registered it, at that thread's next call of the worker API. An engine that hangs holds that thread, so
+that no answer comes, although heartbeats of the connection's thread continue and prove nothing.
 
-Probes: a suspected role is asked for a bit of real work, and its own thread has to do it.
-
-The link's thread takes the question; the answer is the role's: its handler runs in the thread that registered it, at
-that thread's next call of the worker API. An engine that is stuck keeps the thread, so that no answer comes, while the
-beats of the link's thread go on and prove nothing.
+Of the faults, an exit happens at once in the connection's thread. The others happen in the role's own thread at its
+next call of the worker API, where a real fault would hit its code too; the acknowledgement is sent before.
 """
 
 from __future__ import annotations

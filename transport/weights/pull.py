@@ -1,22 +1,16 @@
-"""Pull one version from whoever has it or is receiving it: chunk by chunk, each verified, several in flight.
+"""Pull one version of the weights from any process that has it or is receiving it, chunk by chunk.
 
-One source at a time, the first of those named that has not failed. It is given up when it is silent for longer than is
-usual (:mod:`rrl.transport.weights.pull`), when it has been starved itself for long, when it does not hold the version,
-or when it lied; then the missing chunks are asked of the next one. Once everybody has failed, all but notorious liars
-get another chance with twice the patience: on a busy machine the only holder may have missed one deadline.
-Nothing is current before the version is complete; others may have each chunk from when it is verified.
+Each chunk is verified; several are in flight. Chunks come from one source at a time, the first of the list that has not
+failed. A source is given up when it sends nothing for longer than usual (:class:`Pace`), when it has itself waited
+too long for a chunk, when it does not hold the version, or when a chunk does not match its digest; the missing chunks
+are then requested from the next source. Once all sources have failed, all but those with wrong digests are tried again
+with twice the patience: on a busy machine the only source may have missed one deadline. A version becomes current only
+when it is complete; each chunk is served to others from the moment it is verified.
 
-Whom a receiver of a new version asks, in which order: derived by each for itself from who serves weights.
-
-Receivers stand in chains, in the order of their names: each asks the one before it, which passes on what it has
-verified while it still receives the rest. The heads of the first two chains ask the publisher, the head of a later one
-asks the tail of an earlier one, at most two heads a tail. So the publisher sends a version twice at most, however many
-receivers there are, and whoever comes late pulls from a neighbour.
-
-Whoever has not got the version itself is only asked by those whose names come later: nobody ever waits for itself, not
-even round about, and not even while they have heard different things of who is there.
-
-How long the silence of a source is normal: learnt from what chunks have taken so far.
+Every receiver derives its list of sources itself, from the names of those that serve weights. Receivers form chains in
+the order of their names: each asks the one before it. The heads of the first two chains ask the publisher, the head of
+a later chain asks the tail of an earlier one, at most two heads to a tail. The publisher therefore sends a version at
+most twice, however many receivers there are, and a late receiver pulls from a neighbour.
 """
 
 from __future__ import annotations

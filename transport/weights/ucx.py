@@ -1,27 +1,25 @@
-"""The UCX pipe, on ucxx. Where RDMA-capable UCX is installed this is the fast one; on TCP it equals the plain pipe.
+"""The UCX transport, on ucxx: the fast one where UCX has RDMA; over TCP it equals the plain TCP transport.
 
-Settings and rules were measured in docs/sources.md, UCX:
-thread progress with Python futures (everything else spins a core); endpoint error handling always on (without it a
-dead peer hangs its survivor); an abort before a buffer is given up (else UCX goes on writing into freed memory);
-deadlines of our own everywhere (UCX never notices a stopped peer).
+Settings and rules were measured (docs/sources.md, UCX): thread progress with Python futures (everything else spins a
+core); endpoint error handling always on (without it a dead peer hangs its survivor); an abort before a buffer is given
+up (else UCX goes on writing into freed memory); deadlines of our own everywhere (UCX never notices a stopped peer).
 
-UCX's own listener is not used: it binds 0.0.0.0, asks nobody for a proof, and keeps a descriptor for good of each
+UCX's own listener is not used: it binds 0.0.0.0, authenticates nobody, and keeps a descriptor for good of each
 connection that sends it garbage. A connection begins at a TCP port of ours instead. Both ends prove there that they
-know the run's secret, then tell each other the addresses of their UCX workers, and each makes an endpoint from what it
-was told. The TCP connection stays open beside the endpoint: when it ends, the endpoint is closed. UCX alone notices a
+know the run's secret, then exchange the addresses of their UCX workers, and each makes an endpoint from what it
+received. The TCP connection stays open beside the endpoint: when it ends, the endpoint is closed. UCX alone notices a
 killed peer only at its next keepalive (20 s, measured over shared memory and TCP).
 
 The end that dials makes a worker for each connection. UCX pairs the endpoints of two workers by counting them on each
-side; after an attempt that failed on one side only, the counts differ for good, and an endpoint would receive what
-was sent to another one, whose buffer may have been freed. A worker costs 2 to 13 ms, two threads and five descriptors.
+side; after an attempt that failed on one side only, the counts differ for good, and an endpoint would receive what was
+sent to another one, whose buffer may have been freed. A worker costs 2 to 13 ms, two threads and five descriptors.
 
-An end that has no UCX, or whose UCX does not reach the other one, goes on over the TCP connection. So ``tcp`` and
+An end that has no UCX, or whose UCX does not reach the other one, continues over the TCP connection. So ``tcp`` and
 ``ucx`` understand each other, and nodes of one run may differ.
 
-The TCP ports that each UCX worker itself listens at, for as long as it lives.
-
-Nobody has to prove anything there: that is why UCX uses TCP on trusted networks only (docs/sites.md). UCX drops
-garbage; a connection that sends nothing keeps a descriptor for good. Such connections are ended here.
+Each UCX worker also listens at TCP ports of its own for as long as it exists. Nothing authenticates there: that is why
+UCX uses TCP on trusted networks only (docs/sites.md). UCX drops garbage; a connection that sends nothing keeps a
+descriptor for good, and such connections are closed here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Detectors by time alone: who beats on and stands still, in phases that must progress, must end, or wait.
+"""Detectors by time: replicas that send heartbeats but make no progress, exceed a phase's limit, wait too long, or are
+slower than their peers.
 
-A deadline is a multiple of what is usual, within the bounds of the phase. It is what judges those of whom nothing else
-is known; whoever can be asked is judged by what it answers (:mod:`rrl.health.detection.detectors.probing`), whoever
-must compute also by what its CPU and GPU do (:mod:`rrl.health.detection.detectors.idleness`).
-
-Who works, but slower than its peers, for long. A warning; the job says whether its node is left for that.
+A deadline is a multiple of the usual duration, within the bounds of the phase. It decides only where nothing better is
+known: a replica that answers probes is judged by its answers (:mod:`rrl.health.detection.detectors.probing`), one that
+must compute also by its CPU and GPU load (:mod:`rrl.health.detection.detectors.idleness`). A straggler gets a WARN; the
+job decides whether its node is left for that.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What dcgm-exporter and ``dcgmi`` write, as values. Pure.
+"""Parse the output of dcgm-exporter and ``dcgmi``, and DCGM's error codes. Pure.
 
-Shapes: dcgm-exporter 4.x, internal/pkg/rendermetrics/render_metrics.go and etc/default-counters.csv;
-``dcgmi health -j`` from NVIDIA/DCGM, dcgmi/Health.cpp (GenerateOutputFromResponse) and dcgmi/DcgmiOutput.h (body,
-value, children, overflow); ``dcgmi diag -j`` from nvvs/include/NvvsJsonStrings.h, and as DCGM 4.2.3 wrote it on a GB10.
+Formats: dcgm-exporter 4.x, internal/pkg/rendermetrics/render_metrics.go and etc/default-counters.csv; ``dcgmi health
+-j`` from NVIDIA/DCGM, dcgmi/Health.cpp (GenerateOutputFromResponse) and dcgmi/DcgmiOutput.h (body, value, children,
+overflow); ``dcgmi diag -j`` from nvvs/include/NvvsJsonStrings.h, and as DCGM 4.2.3 wrote it on a GB10.
 
-DCGM's error codes: by number as ``dcgmi diag -j`` tells them, and by message, for ``dcgmi health -c -j`` tells none.
-
+Error codes: ``dcgmi diag -j`` gives them as numbers; ``dcgmi health -c -j`` gives only messages, which are matched.
 Source: NVIDIA/DCGM, dcgmlib/dcgm_errors.h (``dcgmError_enum`` and the ``*_MSG`` texts), without the prefix DCGM_FR_.
 """
 

@@ -1,6 +1,6 @@
-"""A child process that ends with its parent and holds nothing of it; and words for how it ended, or why it does not.
+"""Start a child process that ends with its parent and inherits no descriptors, and run a program with a deadline.
 
-A program run with a deadline: asked to end before it is made to. Imported only where one is run: it costs memory.
+Describes how a process ended, or where it is blocked. Imported only where a process is started: it costs memory.
 """
 
 from __future__ import annotations

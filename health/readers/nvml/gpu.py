@@ -1,6 +1,7 @@
-"""One GPU over time: asks what is due, carries the rest on, and says when it is lost.
+"""Read one GPU over time: query what is due, keep the rest, report when the GPU is lost, and list its compute
+processes.
 
-Whose processes compute on a GPU: NVML gives process ids, ``/proc`` the rest.
+NVML gives process ids, ``/proc`` the rest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What each partition could give, whatever it gives now: pure, over ``sinfo``'s text.
-
-From what is asked for to what Slurm is told: the options of each component, and the batch script of them all.
+"""Translate allocation requests into Slurm's options and batch scripts, and read from ``sinfo`` what each partition
+offers. Pure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The first request of a run, and in form ``replica`` what must be there before anything is launched.
+"""The first allocation requests of a run in each form (pool, hetjob, replica), and what must be there before a launch.
+Pure.
 
-What a run asks its cluster for at the start, in each form of allocations. Pure; ``rrl check`` shows the same.
+``rrl check`` shows the same requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Who can go where: the nodes and what is on them, looked at once for a whole plan.
+"""Nodes and what runs on them, computed once for a whole plan: which replica can be placed where. Pure.
 
-Deterministic: roles in the order of the job spec, nodes in natural order, so that the same state gives the same plan.
-
-What a finding must say to condemn a node: it is against its hardware, and calls for leaving it.
+Deterministic: roles in the order of the job, nodes in natural order, so that equal states give equal plans.
 """
 
 from __future__ import annotations

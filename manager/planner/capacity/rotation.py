@@ -1,10 +1,8 @@
-"""Allocations that end before the run does, and nodes that people want drained: who is on them moves to successors, one
-replica of a role at a time.
+"""Move replicas off allocations that end before the run does, and off nodes that people drain or the cluster reclaims.
 
-Who is on nodes that the cluster takes back before their time, or has taken: preempted, cancelled, out of walltime.
-
-They leave in order as long as the cluster gives them, and are wanted elsewhere. It is nobody's failure: no budget is
-spent, however often it happens.
+Replicas move to successor allocations, one replica of a role at a time. On nodes that the cluster takes back early
+(preemption, cancellation, walltime) they leave in order as long as the cluster allows. None of this is a failure of the
+replica, so that it costs no restart budget however often it happens.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""What is no node's fault but the job's own, or the site's set-up: it would fail on every node, so the run ends early.
+"""Classify failures that restarting elsewhere cannot cure: of the job or the site, and of the trainer's software.
 
-A command that is not there, a role that never joins, nodes that cannot import what the job needs.
+A missing command, a role that never joins, or nodes that cannot import what the job needs would fail on every node: the
+run ends early.
 
-When restarting the trainer alone does not help any more: it is its software, or the state that it goes on from.
+For the trainer RobustRL's rules apply (its paper, 5.1): a failure in the first step after a restart, a second failure
+in the same step, a second restart that fails. They count only failures that nothing else explains. These do not count:
 
-RobustRL's rules (facts of its paper, 5.1): a failure in the first step after a restart, a second failure in the same
-step, a second restart that fails. Here they are asked of failures that nothing else explains. Not evidence against the
-software are:
-
-* a failure that was injected: a drill shows how the trainer is brought back, and two of them in one step say nothing
-  about that step;
-* one of a node: excluded, condemned or gone, it explains whatever failed on it, and is dealt with by other rungs;
-* one in company: many members of other roles failed within the time in which silence is noticed, so that it is the
-  storage, the fabric or the site; nor the next one, whose company may yet have to show;
-* a launch that the cluster refused: the software never had its turn.
+* an injected failure: it shows how the trainer is recovered, and two of them in one step say nothing about the step;
+* a failure of an excluded or lost node, which explains what failed on it and is handled by other rungs;
+* a failure among many of other roles within the time in which silence is noticed (storage, fabric or site), and the
+  next one, whose company may still appear;
+* a launch that the cluster refused: the software never ran.
 """
 
 from __future__ import annotations

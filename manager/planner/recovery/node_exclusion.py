@@ -1,19 +1,15 @@
-"""The breaker: holds back exclusions that would leave too many nodes at once.
+"""Decide which nodes are excluded, which get no new replicas, and when a circuit breaker holds exclusions back.
 
-Many nodes that fail together are a fault of the network, of the site or of the manager itself, and replacing them all
-would be worse than waiting for a person (docs/sources.md, guard rails: at most max(1, 20 %) within ten minutes). While
-the cluster itself has lost much of what the run has, what is found on the rest says little.
+A node is excluded for what is found on the node itself: hardware, silence, fabric, storage. What software of a user or
+of the run did there is reported and has no effect on the node. A WARN makes a node a suspect: its replicas stay, and no
+new one is placed there while there is a better node.
 
-Of a small pool 20 % are no node at all, and a second node that is really lost would stop the run until Slurm gives it
-up, which takes minutes. A pool of five nodes or more may therefore lose two: they are still a minority, so that the
-majority which goes on reporting proves that the manager hears and that the network carries. Of four nodes two are a
-tie, which proves nothing: there one is the limit, as it is of fewer.
-
-Which nodes are no longer used, and which ones get nobody new.
-
-A node is condemned for what is found on the node itself: its hardware, its silence, its fabric, its storage. What a
-user's or the run's software did there says nothing of the node: it is told, and nothing is done to the node. A WARN
-makes it a suspect: who is there stays, and nobody new goes there while there is a better one.
+Many nodes that fail together point to the network, the site or the manager itself, and replacing them all would be
+worse than waiting for a person: at most max(1, 20 %) are excluded within ten minutes (docs/sources.md, guard rails).
+While the cluster has lost much of what the run holds, findings on the rest count for little. A pool of five nodes or
+more may lose two: 20 % of it is less than one node, a second lost node would stop the run for minutes until Slurm gives
+it up, and the majority that still reports proves that the manager receives and the network carries. Of four nodes two
+are a tie, which proves nothing; there, and in smaller pools, the limit is one.
 """
 
 from __future__ import annotations

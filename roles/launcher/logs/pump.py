@@ -1,7 +1,7 @@
-"""From a role's output to its log file and to the manager. The role never waits: it writes into a pipe that one thread
-empties whatever becomes of the file, which another thread writes, and of the manager, which a third tells.
+"""Copy a role's output to its log file and to the manager; the role never waits for either.
 
-The log of a step's role: its file and its telling, started together and ended in order.
+The role writes into a pipe that one thread always empties; a second thread writes the file, a third sends the newest
+lines to the manager. They are started together and ended in order.
 """
 
 from __future__ import annotations

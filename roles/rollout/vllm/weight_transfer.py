@@ -1,14 +1,12 @@
-"""New weights in a running vLLM engine: the weight-transfer backend ``rrl``, fed with what the weight plane received.
+"""Load new weights into a running vLLM engine: the weight-transfer backend ``rrl``.
 
-vLLM's worker processes load :class:`Extension` (``worker_extension_cls``), and with it this module, which registers the
-backend. An update is start, one or more buckets, finish; where any of it fails the model is half new and half old, and
-nobody may use it any more: the error ends the process. Seen on vLLM 0.32 (docs/sources.md, vLLM).
+vLLM's worker processes load :class:`Extension` (``worker_extension_cls``) and with it this module, which registers the
+backend. An update is start, one or more buckets, finish; if any of it fails, the model is half new and half old and
+must not be used: the error ends the process. Seen on vLLM 0.32 (docs/sources.md, vLLM).
 
-Weights on their way to vLLM's worker processes: a bucket of them lies once in memory, and each worker maps it.
-
-vLLM would send a copy to each of them, through one socket. 256 MiB for 8 readers, measured on two busy cores: 1.5 s by
-vLLM's queue, 0.7 s like this, of which 0.1 to 0.4 s are the writing and the rest is the readers' own. It has no name in
-any file system: whoever is killed leaves nothing behind.
+A bucket of weights lies once in shared memory, and each worker maps it; vLLM's own queue would send each worker a copy
+through one socket. Measured for 256 MiB and 8 readers on two busy cores: 1.5 s by vLLM's queue, 0.7 s here, of which
+0.1 to 0.4 s are the writing. The memory has no name in any file system: a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
