@@ -20,7 +20,7 @@ Python v3.11.2 (/usr/bin/python3.11)
 
 Thread 7 (idle): "MainThread"
     wait (threading.py:320)
-    strike (rrl/roles/own_faults.py:69)
+    strike (rrl/roles/main_thread.py:69)
     roll (rrl/roles/rollout/main.py:51)
     <module> (<string>:5)
 Thread 9 (active+gil): "rrl-link"
@@ -46,7 +46,7 @@ def gang(*stacks: Stack) -> dict[Life, dict[int, str]]:
 def test_a_dump_is_read_into_threads_with_their_frames_innermost_first() -> None:
     main, link = parse(DUMP)
     assert [str(frame) for frame in main.frames] == [
-        "wait (threading.py:320)", "strike (own_faults.py:69)", "roll (main.py:51)", "<module> (<string>:5)"
+        "wait (threading.py:320)", "strike (main_thread.py:69)", "roll (main.py:51)", "<module> (<string>:5)"
     ]  # fmt: skip
     assert (main.state, link.name, link.state) == ("idle", "rrl-link", "active+gil")
     assert main_thread(DUMP) == main
