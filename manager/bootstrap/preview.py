@@ -1,4 +1,4 @@
-"""What ``rrl submit`` would start, as text, and the most jobs and steps that a run can have. Pure, from the job alone."""
+"""What ``rrl submit`` would start, as text, and the most jobs and steps that a run can have. Pure."""
 
 from __future__ import annotations
 

@@ -97,7 +97,10 @@ def test_a_journal_of_another_run_is_not_taken_for_this_ones(
 @pytest.mark.parametrize(
     ("segment", "says"),
     [
-        (MAGIC + _framed(msgspec.msgpack.encode({"schema": SCHEMA + 1})), f"written by a newer rrl (schema {SCHEMA + 1}, this one"),
+        (
+            MAGIC + _framed(msgspec.msgpack.encode({"schema": SCHEMA + 1})),
+            f"written by a newer rrl (schema {SCHEMA + 1}, this one",
+        ),
         (b"#!/bin/sh\n", "not a journal of rrl (it starts with b'#!/bi')"),
     ],
     ids=["newer", "something else"],
