@@ -99,6 +99,19 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert not [path for path in links + named if not path.exists()]
 
 
+def test_every_name_of_the_glossary_is_in_the_file_that_it_names() -> None:
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [row.strip("| ").split(" | ")[-1] for row in rows]
+    named = [(name, file) for cell in cells for names, file in re.findall(r"((?:`[^`]+`,? ?)+)in `([^`]+)`", cell)
+             for name in _INLINE.findall(names)]  # fmt: skip
+    assert len(named) > 50
+    assert not [(name, file) for name, file in named if not _defines(ROOT / file, name.rpartition(".")[2])]
+
+
+def _defines(file: Path, name: str) -> bool:
+    return re.search(rf"^ *(?:(?:async )?def |class )?{name}\b *[(:=]", file.read_text(), re.MULTILINE) is not None
+
+
 # ── the generated pages ────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_reference_of_job_toml_is_that_of_the_code() -> None:
     assert make_reference.PAGE.read_text() == make_reference.reference(), make_reference.__doc__
