@@ -8,7 +8,7 @@ judged lies in :mod:`rrl.health.checks.xid`.
 
 Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest`` (docs/health.md). Meanings
 are after NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h, classes the union of NVSentinel's table,
-DCGM's and gcm's (``5b``: docs/sources.md). A site corrects a class in its rules ([xid.classes]).
+DCGM's and gcm's (``peers``: docs/sources.md, Xids). A site corrects a class in its rules ([xid.classes]).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The last thing seen of each replica and each node: what the detectors look at.
 
-Volatile, and rebuilt by listening: silence is not in the journal (HOUSE.md, decision 1). Plain values only: health
+Volatile, and rebuilt by listening: silence is not in the journal; a new manager counts it anew. Plain values: health
 knows neither messages nor the cluster seam. ``now`` is always the manager's clock (s) at receipt; other hosts' times
 never get here. Lives that the manager did not launch or welcome are ignored, and so is an older life of any replica.
 """

@@ -99,6 +99,15 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert not [path for path in links + named if not path.exists()]
 
 
+def test_every_markdown_page_that_a_file_cites_is_in_the_repository() -> None:
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "tests"))]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".csv", ".toml")]
+    pages = {page.name for page in PAGES} | {page.name for page in (ROOT / "examples").rglob("*.md")}
+    cited = [(_id(file), name) for file in [*PAGES, *files] for name in re.findall(r"[\w-]+\.md\b", file.read_text())]
+    assert len(cited) > 100
+    assert not [(file, name) for file, name in cited if name not in pages]
+
+
 def test_every_name_of_the_glossary_is_in_the_file_that_it_names() -> None:
     rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
     cells = [row.strip("| ").split(" | ")[-1] for row in rows]
