@@ -99,6 +99,13 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert not [path for path in links + named if not path.exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_test_that_a_page_says_to_run_exists(page: Path) -> None:
+    commands = [line.partition("pytest ")[2].partition("#")[0] for line in _code(page) if "pytest " in line]
+    named = [word for command in commands for word in shlex.split(command) if word.startswith("tests")]
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_every_markdown_page_that_a_file_cites_is_in_the_repository() -> None:
     folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "tests"))]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".csv", ".toml")]
