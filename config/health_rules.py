@@ -72,7 +72,7 @@ class GpuRules(Struct, frozen=True, forbid_unknown_fields=True):
     """pages from which it is out if more than one page was retired for a double-bit error since we look (DCGM: within
     7 days)"""
     hot: float = 300.0
-    """s at or above the device's own slowdown temperature after which it is out (peers.md 5a: 5 min)"""
+    """s at or above the device's own slowdown temperature after which it is out (5 min: ours)"""
     throttled: int = 10
     """readings in a row with thermal or power-brake slowdown before it is told (ours: single ones come and go)"""
     slow_clock: float = 0.75
@@ -108,20 +108,20 @@ class LinkRules(Struct, frozen=True, forbid_unknown_fields=True):
 
 class XidRules(Struct, frozen=True, forbid_unknown_fields=True):
     burst: float = 180.0
-    """s in which one Xid on one GPU is one event, whoever tells it [peers.md 5b: 3 min]"""
+    """s in which one Xid on one GPU is one event, whoever tells it (docs/sources.md, Xids)"""
     day: float = 86400.0
-    """s in which repeats are counted [5b: 24 h]"""
+    """s in which repeats are counted (docs/sources.md, Xids)"""
     repeats: int = 2
-    """of an application's or NVLink's Xid on one GPU within a day: suspect hardware [5b]"""
+    """of an application's or NVLink's Xid on one GPU within a day: suspect hardware (docs/sources.md, Xids)"""
     support: int = 5
-    """fatal Xids on one GPU within a day from which its maker is asked [5b]"""
+    """fatal Xids on one GPU within a day from which its maker is asked (docs/sources.md, Xids)"""
     kill: float = 60.0
-    """s after our own kill of a step in which only the two gravest classes act [5b]"""
+    """s after our own kill of a step in which only the two gravest classes act (docs/sources.md, Xids)"""
     kill_lead: float = 10.0
-    """s before we hear of a kill that are its end too: a sweep takes as long (ours; 5b says 60 s, in which a crash
+    """s before we hear of a kill that are its end too: a sweep takes as long (ours; others say 60 s, in which a crash
     would be excused by the kill of what it left)"""
     died: float = 60.0
-    """s between a role's death and a rare Xid on its GPU that make the Xid the cause [5b]"""
+    """s between a role's death and a rare Xid on its GPU that make the Xid the cause (docs/sources.md, Xids)"""
     classes: dict[str, XidClass] = {}
     """by code: where a site disagrees with the catalogue (109, 43, 44, 68, 94, 62 and 137 are disputed)"""
 

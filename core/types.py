@@ -1,4 +1,4 @@
-"""The word table of docs/architecture.md as types. Everybody may import this; it imports only msgspec.
+"""The vocabulary of docs/glossary.md as types. Everybody may import this; it imports only msgspec.
 
 Value types only: frozen, comparable, decodable. No behaviour beyond naming and ordering.
 """

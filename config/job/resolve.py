@@ -117,7 +117,7 @@ def _standbys(job: Job, role: Role) -> int:
 
 
 def failing_at_once(nodes: int, rate: float, quantile: float = 0.99) -> int:
-    """How many of the nodes fail on a day, but for one day of a hundred: binomial (ByteRobust, papers.md 2.3)."""
+    """How many of the nodes fail on a day, but for one day of a hundred: binomial (ByteRobust; docs/sources.md)."""
     chance = cumulated = (1 - rate) ** nodes
     failing = 0
     while cumulated < quantile and failing < nodes:

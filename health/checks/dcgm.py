@@ -109,7 +109,7 @@ CHECKS = (
           "any: FAIL, reset the GPU; support", "gcm, DCGM"),
     Check("dcgm_health", ("dcgm",), _look, "incidents of dcgmi health, which is run once a minute",
           "a failure by its code, in three runs: FAIL, reset, reboot or support; other codes: WARN; power, single-bit"
-          " errors and the like: ignored", "NVSentinel (peers.md 5c)", turns=(HEALTH,)),
+          " errors and the like: ignored", "NVSentinel", turns=(HEALTH,)),
     Check("dcgm_diag", ("dcgm",), _diag, "tests of dcgmi diag -r 1, where asked for",
           "a failed one: FAIL, exclude; Denylist and Inforom are skipped", "gcm"),
 )  # fmt: skip

@@ -263,7 +263,7 @@ CHECKS = (
           ">= gpu.retired_pages_most, or >= gpu.retired_pages_soft and growing: FAIL, support;"
           " > gpu.retired_pages, or pending: WARN", "gcm, DCGM"),
     Check("gpu_temperature", _NVML, _temperature, "temperatures of core and memory, against the device's own limits",
-          "at a limit: WARN; for gpu.hot s: FAIL, exclude", "NVML, peers.md 5a"),
+          "at a limit: WARN; for gpu.hot s: FAIL, exclude", "NVML"),
     Check("gpu_throttle", _NVML, each(("clock_reasons",), _throttle),
           "clocks event reasons: thermal, power brake (a power cap is ignored)",
           "gpu.throttled readings in a row: WARN, evidence of a straggler", "NVSentinel"),

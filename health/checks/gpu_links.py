@@ -129,5 +129,5 @@ CHECKS = (
           "PCIe replays a minute, by generation and lanes", "> ceil(lanes x links.pcie_replays): WARN, support",
           "DCGM"),
     Check("pcie_link", _NVML, each(("pcie_width", "pcie_gen"), _width), "width of the PCIe link, and of a busy GPU its"
-          " generation", "less than GPU and slot can do: WARN, support", "NVML; Meta (papers.md 6.3)"),
+          " generation", "less than GPU and slot can do: WARN, support", "NVML; Meta"),
 )  # fmt: skip

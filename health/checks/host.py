@@ -131,7 +131,7 @@ CHECKS = (
     Check("cpu_governor", _HOST, _cpu, "the CPU frequency governor, against expect.governor",
           "another: WARN, evidence of a straggler", "gcm"),
     Check("clock_source", _HOST, _clock, "the kernel's clock source, against expect.clock_source",
-          "another, or one of host.clock_sources: WARN", "peers.md 5a"),
+          "another, or one of host.clock_sources: WARN", "ours"),
     Check("stuck", _HOST, _stuck, "processes in state D",
           "for host.stuck s: WARN; one that outlived our kill for host.stuck_after_kill s: FAIL, reboot",
           "gcm"),

@@ -133,11 +133,11 @@ CHECKS = (
           "an error or read-only: FAIL, exclude (cause storage); a server that does not answer: WARN", "gcm"),
     Check("kernel_mce", _KERNEL, _machine_checks, "machine checks, within a day",
           "uncorrected, by the words or the status bit: FAIL, reboot; corrected, or of before this boot: WARN",
-          "ByteRobust (papers.md 2.2)"),
+          "ByteRobust"),
     Check("kernel_nic", _KERNEL, _flaps, "links that went down, within an hour",
           "kernel.flaps times on one InfiniBand port: FAIL, support; any: WARN", "gcm"),
     Check("kernel_hung", _KERNEL, _hung, "tasks that the kernel calls hung, and soft lockups, within"
           " kernel.hung_window", "any: WARN (cause node, or storage where the task's name says so)", "ours"),
     Check("oom", ("kernel", "host"), _memory, "processes killed for want of memory",
-          "any since we look: WARN (cause user)", "ByteRobust (papers.md 2.2)", any_reader=True),
+          "any since we look: WARN (cause user)", "ByteRobust", any_reader=True),
 )  # fmt: skip

@@ -279,6 +279,6 @@ CHECKS = (
           " what each means is data (health/checks/xids.csv)",
           "by class: node_out, gpu_reset: FAIL, as named (154 is the authority); nvlink: FAIL if fatal or again;"
           " app: WARN, and FAIL under different roles on one GPU alone; rest: WARN, and FAIL where a role died of it",
-          "NVSentinel, DCGM, gcm (peers.md 5b)", any_reader=True),
+          "NVSentinel, DCGM, gcm", any_reader=True),
     Check("nvswitch", ("kernel",), _switch, "SXids in the kernel log", "fatal: FAIL, reboot; else WARN", "NVSentinel"),
 )  # fmt: skip

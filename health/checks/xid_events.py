@@ -7,7 +7,7 @@ and NVML sometimes by neither: reports about one GPU are joined once both names 
 ``xids.csv`` says what each number means, how severe it is and whose fault; :mod:`rrl.health.checks.xid` judges.
 Classes: ``node_out``, ``gpu_reset``, ``nvlink``, ``app``, ``ignore``, ``service``, ``rest`` (docs/health.md). Meanings
 follow NVIDIA's "Analyzing Xid Errors with the Xid Catalog" and nverror.h, classes the union of NVSentinel's table,
-DCGM's and gcm's (``5b``: docs/sources.md). A site corrects a class in its rules ([xid.classes]).
+DCGM's and gcm's (``peers``: docs/sources.md, Xids). A site corrects a class in its rules ([xid.classes]).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The last thing seen of each replica and each node: what the detectors look at.
 
-Volatile, and rebuilt by listening: silence is not in the journal (HOUSE.md, decision 1). Plain values only: health
+Volatile, and rebuilt by listening: silence is not in the journal; a new manager counts it anew. Plain values: health
 knows neither messages nor the cluster seam. ``now`` is always the manager's clock (s) at receipt; other hosts' times
 never get here. Lives that the manager did not launch or welcome are ignored, and so is an older life of any replica.
 """
@@ -42,9 +42,9 @@ class Watch:
         self.touched: set[NodeName] = set()
         """nodes where anything was seen since the last ``detect``, which empties it"""
         self.asks: dict[NodeName, float] = {}
-        """when somebody there is to be asked for work (``suspicion.to_probe``); kept by ``guards.detect``"""
+        """when somebody there is to be asked for work (``probing.to_probe``); kept by ``detect``"""
         self.memo: object = None
-        """``guards.detect`` remembers here what it concluded; nobody else reads it"""
+        """``detect`` remembers here what it concluded; nobody else reads it"""
         self._limits = Limits()
         self._usual = Usual()
         self._paces = Paces()
@@ -56,7 +56,7 @@ class Watch:
         """gangs of which a member is on a suspended node"""
 
     def heed(self, limits: Limits) -> None:
-        """Judge phases as this job has them. ``guards.detect`` calls it; what was heard before stays as it was kept."""
+        """Judge phases as this job has them. ``detect`` calls it; what was heard before stays as it was kept."""
         self._limits = limits
         for seen in self.replicas.values():
             if seen.phase is not None:
@@ -199,7 +199,7 @@ class Watch:
                 seen.probes.rest()  # it moved since it was asked, and works
 
     def asked(self, life: Life, now: float) -> None:
-        """A probe was sent to it (``suspicion.to_probe``)."""
+        """A probe was sent to it (``probing.to_probe``)."""
         if seen := self._known(life):
             seen.probes.ask(now)
             seen.role.tries += not seen.role.answers and loops(seen)

@@ -18,7 +18,7 @@ from ..history.incidents import HARDWARE, Raised
 MIN_WITNESSES = 2
 """users whose evidence accuses a node"""
 MAX_SCORE_BY_ONE_USER = 0.5
-"""of a lemon's score: below lemons.LEMON (0.7), which two users with so much each exceed (0.75)"""
+"""of a lemon's score: below rates.LEMON (0.7), which two users with so much each exceed (0.75)"""
 
 
 class Witnesses(Struct, frozen=True):

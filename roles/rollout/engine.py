@@ -1,4 +1,4 @@
-"""What a rollout needs of an engine. ``torch_engine`` and ``vllm_engine`` are two; others live beside them."""
+"""What a rollout needs of an engine. ``torch_engine`` and ``vllm.engine`` are two; others live beside them."""
 
 from __future__ import annotations
 

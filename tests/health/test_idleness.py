@@ -15,7 +15,7 @@ from rrl.tests.health.traces import BUSY, IDLE, LIMITS, ROLLOUT, ROLLOUTS, SPINN
 RANKS = (TRAINER, *(Life(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
 COMPILING = (1.0, 0.0, 0.0)
 ROBUSTRL = 300.0
-"""s of zero TensorCore activity in RobustRL's training phase (papers.md 1.2)"""
+"""s of zero TensorCore activity in RobustRL's training phase (docs/sources.md)"""
 
 
 def training(ranks: int = 1) -> Trace:

@@ -39,7 +39,7 @@ from rrl.tests.health.traces import (
 )  # fmt: skip
 
 ROBUSTRL = 60.0
-"""s of zero tokens before RobustRL sends its heartbeat (papers.md 1.2)"""
+"""s of zero tokens before RobustRL sends its heartbeat (docs/sources.md)"""
 
 
 def generating(asks: bool = True, load: tuple[float, float | None, float | None] | None = BUSY) -> Trace:

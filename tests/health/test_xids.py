@@ -20,7 +20,7 @@ TABLE_5B = {
     "service": "54 78 92 159",
     "rest": "1-7 9 10 12 15-24 26-30 33-36 42 47 49-53 55-59 61 65 73 81 87 90 91 108 111-118 122-125 138 142 163-172",
 }
-"""peers.md 5b, but for 92, which it ignores"""
+"""as docs/sources.md, Xids, but for 92, which it ignores"""
 
 
 def _codes(text: str) -> set[int]:

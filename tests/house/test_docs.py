@@ -24,8 +24,7 @@ from rrl.tests.cli.story import BEGAN, Story
 from rrl.tests.lab.runs import LIGHT, TestRun, check_sound, light_job, submit_here
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-_LATER = re.compile(r"^## [^\n]*\b(not there yet|not do yet)\b.*?(?=^## |\Z)", re.IGNORECASE | re.MULTILINE | re.DOTALL)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -36,8 +35,8 @@ def _id(path: Path) -> str:
 
 
 def _code(page: Path) -> Iterator[str]:
-    """Every line of code on a page, but for what is said to be missing."""
-    text = _LATER.sub("", page.read_text())
+    """Yield every line of code on a page: of its code blocks, and what stands between backticks."""
+    text = page.read_text()
     for language, block in _FENCED.findall(text):
         if language != "python":
             yield from block.splitlines()
@@ -73,7 +72,7 @@ def test_every_command_and_flag_that_a_page_names_exists(page: Path) -> None:
 def test_every_flag_in_the_prose_of_the_readme_belongs_to_some_command() -> None:
     group = typer.main.get_group(app)
     flags = {option for one in group.commands.values() for parameter in one.params for option in parameter.opts}
-    named = re.findall(r"(?<!\S)`?(--[a-z-]+)", _LATER.sub("", (ROOT / "README.md").read_text()))
+    named = re.findall(r"(?<!\S)`?(--[a-z-]+)", (ROOT / "README.md").read_text())
     assert named
     assert set(named) <= flags | {"--help", "--version"}
 
@@ -92,12 +91,41 @@ def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    text = _LATER.sub("", page.read_text())
+    text = page.read_text()
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
     links = [page.parent / target for target in _LINK.findall(text)]
     named = [ROOT / name for name in _INLINE.findall(_FENCED.sub("", text))
              if re.fullmatch(r"[\w.-]+(/[\w.-]*)+", name) and name.partition("/")[0] in folders]  # fmt: skip
     assert not [path for path in links + named if not path.exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_every_test_that_a_page_says_to_run_exists(page: Path) -> None:
+    commands = [line.partition("pytest ")[2].partition("#")[0] for line in _code(page) if "pytest " in line]
+    named = [word for command in commands for word in shlex.split(command) if word.startswith("tests")]
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_markdown_page_that_a_file_cites_is_in_the_repository() -> None:
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "tests"))]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".csv", ".toml")]
+    pages = {page.name for page in PAGES} | {page.name for page in (ROOT / "examples").rglob("*.md")}
+    cited = [(_id(file), name) for file in [*PAGES, *files] for name in re.findall(r"[\w-]+\.md\b", file.read_text())]
+    assert len(cited) > 100
+    assert not [(file, name) for file, name in cited if name not in pages]
+
+
+def test_every_name_of_the_glossary_is_in_the_file_that_it_names() -> None:
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [row.strip("| ").split(" | ")[-1] for row in rows]
+    named = [(name, file) for cell in cells for names, file in re.findall(r"((?:`[^`]+`,? ?)+)in `([^`]+)`", cell)
+             for name in _INLINE.findall(names)]  # fmt: skip
+    assert len(named) > 50
+    assert not [(name, file) for name, file in named if not _defines(ROOT / file, name.rpartition(".")[2])]
+
+
+def _defines(file: Path, name: str) -> bool:
+    return re.search(rf"^ *(?:(?:async )?def |class )?{name}\b *[(:=]", file.read_text(), re.MULTILINE) is not None
 
 
 # ── the generated pages ────────────────────────────────────────────────────────────────────────────────────────────

@@ -99,7 +99,7 @@ def test_daemons_of_the_role_end_with_it_even_without_their_environment(tmp_path
         asyncio.run(story(at))
 
 
-def test_whwhencarries_the_mark_of_a_step_ends_with_it_wherever_it_hangs(tmp_path: Path) -> None:
+def test_what_carries_the_mark_of_a_step_ends_with_it_wherever_it_hangs(tmp_path: Path) -> None:
     """Started on the role's behalf by somebody who was there before."""
 
     async def story(at: Lab) -> None:
@@ -146,7 +146,7 @@ def test_a_refused_step_leaves_and_starts_nothing(tmp_path: Path) -> None:
         asyncio.run(story(at))
 
 
-def test_a_step_thwhennobody_admits_leaves(tmp_path: Path) -> None:
+def test_a_step_that_nobody_admits_leaves(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch("touch", str(tmp_path / "started"))
         await at.end_of(
@@ -180,7 +180,7 @@ def test_a_step_outlives_the_manager_and_reports_to_the_next(tmp_path: Path) -> 
         asyncio.run(story(at))
 
 
-def test_a_step_thwhenthe_next_manager_does_not_want_ends_its_role(tmp_path: Path) -> None:
+def test_a_step_that_the_next_manager_does_not_want_ends_its_role(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*STUBBORN)
         async with at.manager(epoch=1):
@@ -196,7 +196,7 @@ def test_a_step_thwhenthe_next_manager_does_not_want_ends_its_role(tmp_path: Pat
         asyncio.run(story(at))
 
 
-def test_an_end_without_a_manager_is_told_to_one_thwhencomes_in_time(tmp_path: Path) -> None:
+def test_an_end_without_a_manager_is_told_to_one_that_comes_in_time(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         launch = at.launch(*SLEEP)
         at.start(launch, patch="import rrl.roles.launcher.first_process as f; f.ADMISSION = 0.1; f.LAST_WORDS = 20.0")
@@ -209,7 +209,7 @@ def test_an_end_without_a_manager_is_told_to_one_thwhencomes_in_time(tmp_path: P
 
 
 @pytest.mark.parametrize("how", ["signal", "message"])
-def test_a_role_thwhenignores_sigterm_is_killed_after_the_grace(tmp_path: Path, how: str) -> None:
+def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, how: str) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch(*STUBBORN, grace=0.3)
@@ -226,7 +226,7 @@ def test_a_role_thwhenignores_sigterm_is_killed_after_the_grace(tmp_path: Path, 
         asyncio.run(story(at))
 
 
-def test_a_role_thwhenis_asked_to_stop_may_finish(tmp_path: Path) -> None:
+def test_a_role_that_is_asked_to_stop_may_finish(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             launch = at.launch("sh", "-c", "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done")
@@ -319,7 +319,7 @@ def test_the_role_sees_the_environment_of_its_launch_file_and_nothing_else(tmp_p
         asyncio.run(story(at))
 
 
-def test_a_command_thwhencannot_be_started_says_so(tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_started_says_so(tmp_path: Path) -> None:
     async def story(at: Lab) -> None:
         async with at.manager() as manager:
             at.start(at.launch("no-such-command"))

@@ -89,7 +89,7 @@ class Victim:
                 assert await dialer.ask(GetCommitted(WANTED.life), SOON) == NotYet()
 
     async def _pull(self) -> None:
-        """A puller whose attempt is lost in a storm asks again, as ``swarm.pull`` does."""
+        """A puller whose attempt is lost in a storm asks again, as ``rrl.transport.weights.pull.pull`` does."""
         pipe, into = open_pipe(self.kind, self.keys.secret, trusted_network=True), memoryview(bytearray(SIZE))
         try:
             async with asyncio.timeout(SOON):

@@ -54,7 +54,7 @@ class NotHeld(PipeError):
 class Pipe(Protocol):
     """How weight versions move. Every failure is a PipeError.
 
-    A holder that is still receiving what it is asked for says "not yet" every ``calls.NOT_YET_EVERY`` s until it has
+    A holder that is still receiving what it is asked for says "not yet" every ``protocol.NOT_YET_EVERY`` s until it has
     verified it. ``by`` is how long (s) the other end may be silent: it counts from the moment when this answer is the
     next one due on its connection, and anew from each "not yet". ``starved_by`` is how long it may say nothing else,
     from the first "not yet" of this answer.

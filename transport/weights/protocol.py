@@ -31,7 +31,7 @@ _MANIFEST_MAX = 64 * 2**20
 _SEND_BY = 30.0
 """s for one answer: who does not take it by then is cut off, so that it cannot hold an evicted version in memory"""
 NOT_YET_EVERY = 0.05
-"""s between two "not yet": several within the shortest patience of who asks (swarm.LEAST)"""
+"""s between two "not yet": several within the shortest patience of who asks (pull.LEAST)"""
 UNHEARD_BY = 1.0
 """s that a request for the manifest of a version waits which the holder has not heard of yet: the manager tells one
 after the other. Chunks are asked of those who have given the manifest"""

@@ -81,7 +81,7 @@ def _before(place: int, chain: int) -> int | None:
 FIRST = 1.0
 """s of silence while no pace is known: what a connection and its handshake may take (measured p99: 17 ms)"""
 LEAST = 0.2
-"""s; four of the answers that say "not yet" (calls.NOT_YET_EVERY) must be missing before somebody counts as silent"""
+"""s; four of the answers that say "not yet" (protocol.NOT_YET_EVERY) must be missing before a source is silent"""
 _FEW = 4
 """times the usual for a chunk; the time of one chunk varies by a factor of two where a NIC is shared"""
 _GAIN = 0.25

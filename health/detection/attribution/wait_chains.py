@@ -56,7 +56,7 @@ def _called(
 ) -> dict[ReplicaId, list[ReplicaId]]:
     """Services that do nothing while somebody is blocked in a call to them, by who is: in a phase that by itself waits
     for nobody, for no less time than the service may stand. Where the service's own gang or node has a finding, that
-    says more (``guards`` folds it)."""
+    says more (``detect`` drops it)."""
     failed = {f.life.replica for f in others if f.life is not None and f.verdict is Verdict.FAIL}
     called: dict[ReplicaId, list[ReplicaId]] = {}
     for replica in sorted(standing):

@@ -48,7 +48,7 @@ def to_probe(watch: Watch, limits: Limits, now: float) -> list[Life]:
     """Whom to ask now, in the order of their names. Whoever asks says so by ``Watch.asked``, and is not told the same
     again until it is time to.
 
-    ``guards.detect`` keeps when somebody on each node is to be asked, so that only what is due or new is looked at, and
+    ``detect`` keeps when somebody on each node is to be asked, so that only what is due or new is looked at, and
     names the next moment at which this can change."""
     nodes = watch.touched | {node for node, at in watch.asks.items() if at <= now}
     homes = [watch.nodes[node] for node in nodes if node in watch.nodes]

@@ -56,7 +56,7 @@ def phase_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 
 
 def wait_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
-    """It waits for too long; ``wait_endless``: for ``ENDLESS`` times the longest. Raw material for ``blame.charge``,
+    """It waits for too long; ``wait_endless``: for ``ENDLESS`` times the longest. For ``wait_chains.charge``,
     which never lets it through as it is."""
     if not works(seen) or not waits(seen):
         return NOTHING
@@ -69,7 +69,7 @@ def wait_overdue(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 
 
 def wait_long(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
-    """It waits, and has for longer than the least that its phase allows. Raw material for ``blame.charge``: enough
+    """It waits, and has for longer than the least that its phase allows. For ``wait_chains.charge``: enough
     against a service that all wait for. Where the phase means work of its own too, its wait says nothing yet; where the
     phase by itself waits for nobody, a call is stuck, and the service has as long as services may stand still."""
     if not works(seen) or not waits(seen) or seen.declared.own_work:
@@ -85,7 +85,7 @@ def wait_long(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
 
 
 def idle(seen: ReplicaSighting, limits: Limits, now: float) -> Judged:
-    """A service does nothing: mostly because nobody asks. Raw material for ``blame.charge``, like ``wait_overdue``."""
+    """A service does nothing: mostly because nobody asks. For ``wait_chains.charge``, like ``wait_overdue``."""
     if not works(seen) or waits(seen) or seen.declared.longest != inf or seen.declared.progresses:
         return NOTHING
     return _stands(seen, limits, now, "idle", Verdict.UNKNOWN, "it does nothing")

@@ -26,7 +26,7 @@ HEALTH_EVERY = 60.0
 _EXPORTER_WITHIN = 4.0
 _HEALTH_WITHIN = 8.0
 _DIAG_WITHIN = 150.0
-"""s; ``-r 1`` takes some 30 s with eight GPUs (peers.md 5a), and DCGM lets diagnostics wait for one another"""
+"""s; ``-r 1`` takes some 30 s with eight GPUs (docs/sources.md, DCGM), and diagnostics wait for one another"""
 HOSTENGINE_PORT = 5555
 """of DCGM's host engine on 127.0.0.1, to which ``dcgmi`` connects by default"""
 _PAGE_MOST = 1 << 24

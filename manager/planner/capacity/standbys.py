@@ -3,7 +3,7 @@
 They are started once the trainer has committed a step in its present life, so that they take nothing from it while it
 recovers. Those of the trainer wait beside whoever works, take no room, and are ended only while it works. A rollout's
 has its engine running and holds all that a rollout takes, on a spare node: it is started while no rollout is on its
-way back, and ended as soon as anybody else is to go there, who waits for that (``warm.engines_gone``). Nobody counts
+way back, and ended as soon as anybody else is to go there, who waits for that (``engines_gone``). Nobody counts
 either kind.
 """
 

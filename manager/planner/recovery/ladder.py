@@ -1,5 +1,5 @@
 """The repair ladder as data: rungs from the cheapest repair down to the end of the run, each with when it fits, what is
-expected of it and within which time. A policy is a tuple of rungs; one planner reads them all (``recovery``) and takes
+expected of it and within which time. A policy is a tuple of rungs; one planner reads them all (``recover``) and takes
 the first that fits, not above the one that the evidence has come down to.
 """
 
@@ -206,4 +206,4 @@ POLICIES: dict[str, tuple[Step, ...]] = {
     ),
 }  # fmt: skip
 """``role``: the smallest repair that fits. ``job``, ``requeue``: any failure of a role restarts all of them, in place
-or on new nodes (the planner's other half, ``fold_whole``, does what the policy says)."""
+or on new nodes (the planner's other half, ``reduce_commands``, does what the policy says)."""

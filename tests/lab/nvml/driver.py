@@ -47,13 +47,13 @@ _REASONS = (
 TEXTS = ("uuid", "name", "serial", "vbios", "pci")
 LINK_FIELDS = ("active", "replay", "recovery", "crc_flit", "crc_data")
 FIELDS = tuple(re.findall(r"^ +X\((\w+), ", SOURCE.read_text(), re.MULTILINE))
-"""what :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of readings.Gpu, and a few of the stand-in"""
+"""what :meth:`FakeDriver.set` takes, besides :data:`TEXTS`: the fields of samples.Gpu, and a few of the stand-in"""
 
 FUNCTIONS = frozenset(re.findall(r"\b(nvml[A-Z]\w+)[(,]", SOURCE.read_text())) - {"nvmlInit_v2"}
 """what :meth:`FakeDriver.fail` and :meth:`FakeDriver.hang` take; nvidia-ml-py never calls nvmlInit_v2"""
 
 Value = int | str | bool | Iterable[str] | None
-"""a number; ``None``: the device does not support it; words as readings.Gpu has them"""
+"""a number; ``None``: the device does not support it; words as samples.Gpu has them"""
 
 
 def library(old: bool = False) -> Path:
