@@ -70,17 +70,28 @@ def _ended(child: subprocess.Popen[str], number: signal.Signals) -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_lab_of_a_killed_process_ends_with_its_jobs(slurm_lab: SlurmLab, number: signal.Signals) -> None:
     child, lab = _started(LAB)
-    assert {"slurmctld", "slurmd", "sleep"} <= {process.comm for process in slurm_processes.of_lab(lab).values()}
-    _ended(child, number)
-    until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
+    try:
+        assert {"slurmctld", "slurmd", "sleep"} <= {process.comm for process in slurm_processes.of_lab(lab).values()}
+        _ended(child, number)
+        until(lambda: not slurm_processes.of_lab(lab) and not lab.exists())
+    finally:  # leave nothing behind where this fails
+        child.kill()
+        if lab.exists():
+            SlurmLab.load(lab).stop()
     assert slurm_processes.of_lab(slurm_lab.dir), "the lab of another process ended too"
 
 
 def test_local_run_of_a_killed_process_ends(tmp_path: Path) -> None:
     child, path = _started(LOCAL_RUN, tmp_path)
-    assert len(dict(processes_of(RunDir(path)))) > 5
-    _ended(child, signal.SIGKILL)
-    until(lambda: not dict(processes_of(RunDir(path))))
+    run = RunDir(path)
+    try:
+        assert len(dict(processes_of(run))) > 5
+        _ended(child, signal.SIGKILL)
+        until(lambda: not dict(processes_of(run)))
+    finally:
+        child.kill()
+        while left := dict(processes_of(run)):
+            slurm_processes.send(left, signal.SIGKILL)
 
 
 def test_sigterm_unwinds_a_benchmark() -> None:
