@@ -94,7 +94,9 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What a benchmark needs and this machine lacks is told before the first one starts.
 bench: setup
+	@$(BIN)/python benchmarks/_requirements.py
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:
