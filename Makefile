@@ -5,9 +5,11 @@ BIN := .venv/bin
 EXTRAS := dev,torch,ucx,nixl
 # pytest's processes: one more than two cores, since whole runs mostly wait
 WORKERS ?= 3
+# A file's tests stay in one process, and tests/conftest.py says which files start first: the long ones.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 VLLM := .venv-vllm/bin
 
-.PHONY: setup setup-vllm smollm2 demo demo-slurm test test-security test-vllm test-long test-slurm-versions slurm check bench clean soak
+.PHONY: setup setup-vllm smollm2 demo demo-slurm test test-fast test-security test-vllm test-long test-slurm-versions slurm check bench clean soak
 
 setup: .venv/.ready
 
@@ -47,8 +49,20 @@ demo-slurm: slurm
 # Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
 test: setup
 	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slurm and not long and not vllm'
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'slurm and not long'
+	$(PYTEST) -m 'not slurm and not long and not vllm'
+	$(PYTEST) -m 'slurm and not long'
+
+# The inner loop, under a minute on two cores: pure functions, and what needs no process but pytest's own. No scenario is
+# played, no run is started.
+FAST := tests/spec tests/slurm_templates tests/house/test_layers.py tests/house/test_inert_text.py \
+  $(filter-out tests/health/test_scenario%,$(wildcard tests/health/test_*.py)) \
+  $(patsubst %,tests/manager/test_%.py,admission drills forms hearing ladder lease ledger lessons mailbox mistakes nodes \
+    orders planner rewards settle standbys state suspicion token_ages trial) \
+  $(patsubst %,tests/transport/test_%.py,address control keys) \
+  $(patsubst %,tests/cli/test_%.py,views status_alarms terminal_escapes doctor_text)
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm' $(FAST)
 
 # Attacks on runs, ports, files and reports: as root also by two plain users, which the tests make and remove.
 test-security: setup
@@ -76,10 +90,13 @@ soak: setup
 
 check: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What a benchmark needs and this machine lacks is told before the first one starts.
 bench: setup
+	@$(BIN)/python benchmarks/_requirements.py
 	@for program in benchmarks/[a-z]*.py; do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 
 clean:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.health.readers.samples import READERS
 from rrl.tests.lab.first import Lab, lab
@@ -115,6 +116,7 @@ def main() -> None:
     options.add_argument("--settle", type=float, default=20.0)
     options.add_argument("--native", action="store_true")
     given = options.parse_args()
+    begin("agent_cost")
     with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as at:
         cores, pss, rows = asyncio.run(_measure(at, given.seconds, given.settle, given.native))
     print_table(("pid", "core", "PSS MiB", "process"), rows)

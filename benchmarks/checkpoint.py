@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.config.job.roles import TrainerRole
 from rrl.core.run_dir import RunDir
@@ -84,6 +85,7 @@ class Arm:
 
 
 def main() -> None:
+    begin("checkpoint")
     print(json.dumps(measure()))
 
 

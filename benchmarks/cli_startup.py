@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.tests.cli.story import completed
 
@@ -24,6 +25,7 @@ COMMANDS = {"version_s": ["--version"], "status_s": ["status"], "help_s": ["--he
 
 
 def main() -> None:
+    begin("cli_startup")
     with tempfile.TemporaryDirectory() as root:
         completed().written(Path(root))
         environment = os.environ | {"RRL_RUNS_DIR": root}

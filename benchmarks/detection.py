@@ -17,6 +17,7 @@ import typer
 
 from rrl.benchmarks._detection_curve import FACTORS, Matched, Point, matched, point
 from rrl.benchmarks._detection_runs import Run, played
+from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.tests.lab.scenarios.format import Scenario
 from rrl.tests.lab.scenarios.load import ScenarioError, load_all
@@ -39,6 +40,7 @@ def main(
     only: Annotated[str, typer.Option(help="names of scenarios, with * and ?")] = "*",
     json_only: Annotated[bool, typer.Option("--json", help="only the JSON line")] = False,
 ) -> None:
+    begin("detection")
     try:
         chosen = {name: each for name, each in load_all(scenarios).items() if fnmatchcase(name, only)}
     except ScenarioError as error:

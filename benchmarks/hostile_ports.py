@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.core.types import Verdict
 from rrl.manager.model import events as ev
@@ -33,6 +34,7 @@ STEPS = 1_000_000
 
 
 def main() -> None:
+    begin("hostile_ports")
     frames = int(sys.argv[1]) if len(sys.argv) > 1 else FRAMES
     kinds = ["tcp"] + ["ucx"] * (importlib.util.find_spec("ucxx") is not None)
     rows: list[list[str]] = []

@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from rrl.benchmarks._requirements import Need, begin
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
@@ -224,8 +225,10 @@ def main() -> None:
     parser.add_argument("--cluster", choices=tuple(SITES), action="append")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
+    clusters = options.cluster or tuple(SITES)
+    begin("manager_away", without=() if "slurm" in clusters else (Need.SLURM,))
     results: list[Result] = []
-    for cluster in options.cluster or SITES:
+    for cluster in clusters:
         with SITES[cluster]() as site:
             for seed in range(options.seeds):
                 for arm in ARMS:

@@ -28,6 +28,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from rrl.benchmarks._requirements import Need, begin
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks.checkpoint import measure as measure_checkpoint
 from rrl.core.launch import tag_of
@@ -203,8 +204,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
+    clusters = options.cluster or ("local", "slurm")
+    begin("restart", without=() if "slurm" in clusters else (Need.SLURM,))
     last: dict[str, float] = {}
-    for cluster in options.cluster or ("local", "slurm"):
+    for cluster in clusters:
         found = measure(cluster, options.ranks, options.rounds)
         medians: dict[str, float] = {}
         rows = []

@@ -14,8 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RUNS_ENV
+from rrl.tests.lab.supervisor import end_runs_with_caller
 
 KILLS = 5
 APART = 100
@@ -25,9 +27,11 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 
 
 def main() -> None:
+    begin("rollout_recovery")
     with tempfile.TemporaryDirectory(prefix="rrl-bench-") as folder:
         job = Path(folder) / "job.toml"
         job.write_text(_job())
+        end_runs_with_caller(Path(folder) / "runs")
         env = {**os.environ, RUNS_ENV: f"{folder}/runs"}
         rrl = str(Path(sys.executable).parent / "rrl")
         out = subprocess.run([rrl, "submit", "--wait", "--json", str(job)], env=env, capture_output=True, text=True)

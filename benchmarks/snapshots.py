@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
@@ -35,6 +36,7 @@ GANG = ReplicaId("trainer/0")
 
 
 def main() -> None:
+    begin("snapshots")
     size = int(sys.argv[1] if len(sys.argv) > 1 else MB) * 10**6
     rounds = int(sys.argv[2] if len(sys.argv) > 2 else ROUNDS)
     torch.set_num_threads(1)

@@ -20,6 +20,7 @@ import os
 import statistics
 
 from rrl.benchmarks import _weights_loopback, _weights_namespaces, _weights_rejoin
+from rrl.benchmarks._requirements import Need, begin
 from rrl.benchmarks._table import print_table
 from rrl.tests.transport.weights.torture import Tally, torture
 
@@ -99,7 +100,10 @@ def main() -> None:
     parser.add_argument("--kind", choices=("ucx", "tcp"), default="ucx", help="the pipe in the namespaces")
     parser.add_argument("--faults", type=int, default=FAULTS)
     parser.add_argument("--seed", type=int, default=0)
-    print(json.dumps(asyncio.run(_all(parser.parse_args()))))
+    options = parser.parse_args()
+    only_tcp = options.part == ["namespaces"] and options.kind == "tcp"
+    begin("weights", without=(Need.UCX,) if only_tcp else ())
+    print(json.dumps(asyncio.run(_all(options))))
 
 
 if __name__ == "__main__":

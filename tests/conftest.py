@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rrl.tests.lab import netns
 from rrl.tests.lab.slurm import SlurmLab, missing
+from rrl.tests.lab.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: what goes to no terminal is as wide as it is
 LAB_NODES = 5
@@ -16,14 +18,30 @@ REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
 collect_ignore = [] if netns.possible() else ["lab/test_isolated_nodes.py", "runs/test_cut_nodes.py"]
 """Nodes with a network of their own need root: where there is none, their tests are not there either."""
+LONG_FILES = (
+    "runs/test_local.py", "transport/weights/test_ucx_apart.py", "runs/test_resume.py", "runs/test_faults.py",
+    "runs/test_quickstart.py", "runs/test_bring_your_own.py", "security/test_listening_sockets.py",
+    "runs/test_slurm.py", "manager/cluster/test_slurm.py", "runs/test_suspicion.py", "runs/test_node_health.py",
+    "runs/test_manager_away.py", "roles/test_agent_health.py", "runs/test_standby.py",
+    "security/test_run_under_attack.py", "manager/test_crash_points.py",
+)  # fmt: skip
+"""Files that took more than 25 s on two cores, the longest first. They start first: pytest-xdist gives a whole file to
+one worker, and a long file that starts last leaves the other workers without work."""
+
+
+def pytest_sessionstart() -> None:
+    """SIGTERM ends the session as Ctrl-C does: fixtures are torn down."""
+    exit_on_sigterm(lambda: pytest.exit("SIGTERM", returncode=SIGTERM_EXIT_CODE))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses a lab needs Slurm."""
+    """Mark whatever uses a lab as a test that needs Slurm, and put long files first."""
     for item in items:
         if isinstance(item, pytest.Function) and _LABS & set(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
+    rank = {Path(__file__).parent / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

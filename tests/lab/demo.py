@@ -11,12 +11,14 @@ from pathlib import Path
 from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.lab.runs import RRL
 from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.lab.supervisor import exit_on_sigterm
 
 NODES = 5
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
 
 
 def main() -> int:
+    exit_on_sigterm()
     local = 'kind = "local"'
     toml = QUICKSTART.read_text()
     assert toml.count(local) == 1, "the quickstart's cluster kind is not where this program expects it"

@@ -24,6 +24,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.state import State, Status, workers
 from rrl.manager.storage.journal import Follower, replay
 from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.lab.supervisor import end_runs_with_caller
 
 DEADLINE = 120.0
 """s; generous: two shared cores start a dozen interpreters"""
@@ -236,7 +237,8 @@ def check_records(run: RunDir) -> Outcome | None:
 
 
 def submit_here(tmp_path: Path, toml: str) -> TestRun:
-    """On the local cluster, as ourselves, in the background."""
+    """On the local cluster, as ourselves, in the background. The run ends with the calling process at the latest."""
+    end_runs_with_caller(tmp_path / "runs")
     env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
 
     def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:

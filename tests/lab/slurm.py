@@ -39,6 +39,7 @@ from rrl.tests.lab.plain_user import call_as, plain_user, popen_as
 from rrl.tests.lab.slurm_files import Settings, search_path
 from rrl.tests.lab.slurm_processes import MARK, Process
 from rrl.tests.lab.slurm_root import programs_of
+from rrl.tests.lab.supervisor import end_lab_with_caller
 from rrl.transport.address import NETWORK_ENV
 
 ROOT_ENV = "RRL_SLURM_ROOT"
@@ -110,6 +111,8 @@ class SlurmLab:
         lab = cls(path, settings)
         try:
             files.write(path, settings)
+            if keeper is not None:
+                end_lab_with_caller(path)
             lab._start_daemons()
         except BaseException:
             lab.stop()

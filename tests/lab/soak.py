@@ -33,6 +33,7 @@ from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.records import Audit
 from rrl.tests.lab.runs import DEADLINE, TestRun, light_job, processes_of, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.lab.supervisor import exit_on_sigterm
 
 LIGHT_FAULTS = 210
 LIGHT_RUNS = 3
@@ -329,6 +330,7 @@ def main() -> int:
     parser.add_argument("--light", type=int, default=LIGHT_FAULTS, help="faults on light workers")
     parser.add_argument("--torch", type=int, default=TORCH_FAULTS, help="faults on torch roles under Slurm")
     options = parser.parse_args()
+    exit_on_sigterm()
     tally = Tally()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     if options.light:

@@ -41,9 +41,16 @@ def test_a_stopped_lab_leaves_no_process_and_no_file() -> None:
     assert str(lab.dir) not in Path("/proc/net/unix").read_text()
 
 
-def test_a_lab_whose_keeper_was_killed_is_swept_by_the_next_one() -> None:
-    code = "import os, time; from rrl.tests.lab.slurm import SlurmLab; print(SlurmLab.start(nodes=1).dir, flush=True); "
-    done = subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), 9)"], capture_output=True, text=True)
+def test_a_lab_whose_keeper_and_supervisor_were_killed_is_swept() -> None:
+    code = """
+import os, signal
+from rrl.tests.lab import supervisor
+from rrl.tests.lab.slurm import SlurmLab
+print(SlurmLab.start(nodes=1).dir, flush=True)
+supervisor._supervisors[os.getpid()].kill()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = Path(done.stdout.strip())
     assert slurm_processes.of_lab(left)
     with SlurmLab.start(nodes=1):
