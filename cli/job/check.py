@@ -19,7 +19,8 @@ from ...core.run_spec import JobView
 from ...manager.bootstrap.preflight import Trouble, troubles
 from ...manager.bootstrap.preview import WorstCase, preview, worst_case
 from ...manager.cluster.slurm.limits import SeenLimits, look
-from ...transport.weights.base import PACKAGES, Untrusted, choose, look_here, package
+from ...transport.weights.base import PACKAGES, package
+from ...transport.weights.select import Untrusted, choose, look_here
 from ..common.output import print_json
 from ..common.runs import BadInput
 

@@ -23,10 +23,11 @@ from ...transport.control.endpoints import Incoming
 from ..cluster.base import NotStarted, RejectReason
 from ..model import events as ev
 from ..model.events import Done, Event
+from ..model.queries import became, named_by, whose
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpusTaken, memory_locks
 from .finding_gate import Findings, is_agent_of
-from .standby_promotion import Adoptions, became, named_by, whose
+from .standby_promotion import Adoptions
 
 
 def words_of(run: RunDir, tag: str) -> str:

@@ -94,3 +94,13 @@ def _names(folder: Path) -> tuple[str, ...]:
         return tuple(sorted(os.listdir(folder)))
     except OSError:
         return ()
+
+
+READERS_ENV = "RRL_READERS"
+"""names of the readers that run beside an agent, with commas, whatever its launch file says; ``none``: none"""
+
+
+def readers_of(launch: Launch) -> tuple[str, ...]:
+    """In the order in which they are named."""
+    given = os.environ.get(READERS_ENV)
+    return tuple(name for name in given.split(",") if name != "none") if given else launch.readers

@@ -11,7 +11,8 @@ import msgspec
 from ....core.run_spec import Part
 from ....core.types import Outcome, gang_of
 from ...model.actions import Action, Fence, Finish, Release, Request, Rung, Why
-from ...model.state import Allocation, Replica, State, Status, gang, gangs, open_requests, workers
+from ...model.queries import gang, gangs, open_requests, workers
+from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import GRACES, NEVER, hopeless_from, succeeded_from
 from ..recovery.failure_class import SHOWN
 from .initial_request import REFUSALS, asks_for, first_request, gather, hopeless_start, nothing_held, refusals_of

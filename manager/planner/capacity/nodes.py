@@ -30,10 +30,10 @@ from ....core.types import (
     stands_for,
 )
 from ...cluster.base import NodeState
-from ...intake.admission import admits
 from ...model.actions import Shrink
+from ...model.queries import admits, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN, GIVEN_BACK
-from ...model.state import Node, Replica, State, Status, gang, gangs, workers
+from ...model.state import Node, Replica, State, Status
 from ..deadlines import NEVER, succeeded_from
 from .warm_pool import Taken, holds_room, patient, ready_shadows, shadows_of, spareable, take  # fmt: skip
 

@@ -22,7 +22,8 @@ from collections.abc import Iterable, Sequence
 
 from ....core.types import AGENT, SHADOW, Flag, NodeName, Outcome, ReplicaId, gang_of, replica_id
 from ...model.actions import Finish, Rung, Why
-from ...model.state import Replica, Start, State, Status, finding_about, node_finding, workers
+from ...model.queries import finding_about, node_finding, workers
+from ...model.state import Replica, Start, State, Status
 from ..capacity.nodes import Rooms, asked_first, never_started
 
 PROVED = 2

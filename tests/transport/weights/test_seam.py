@@ -16,8 +16,9 @@ from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import pull as swarm
-from rrl.transport.weights.base import Here, PipeError, Untrusted, deadline, open_pipe
+from rrl.transport.weights.base import PipeError, deadline
 from rrl.transport.weights.pull import pull
+from rrl.transport.weights.select import Here, Untrusted, open_pipe
 from rrl.transport.weights.store import WeightStore
 
 SECRET = b"s" * 32
