@@ -19,8 +19,8 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class Printer:
-    """Writes lines to stdout: with their times, labelled where they could come from several logs; or as JSON, one object
-    a line.
+    """Writes lines to stdout: with their times, labelled where they could come from several logs; or as JSON, one
+    object a line.
 
     ``raw``: control characters, which could command the terminal, are not escaped.
     """

@@ -8,7 +8,7 @@ What was said of a step that left no exit record: by whatever was to start it, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from ...core.text import absent, escaped, last_lines_of, say
 from ...core.types import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of, stands_for
 from ...health.detection.watch import Watch
 from ...transport import messages as msg
-from ...transport.control.endpoints import Incoming
+from ...transport.control.endpoints import Incoming, Send
 from ..cluster.base import NotStarted, RejectReason
 from ..model import events as ev
 from ..model.events import Done, Event
@@ -50,7 +50,6 @@ def explained(run: RunDir, event: Event) -> Event:
     return replace(event, detail=f"{NEVER_APPEARED}: {words}")
 
 
-Send = Callable[[bytes, Any, int | None], Awaitable[None]]
 MAX_NOTE = 300
 """characters of a replica's note that are kept: two lines of a wide terminal"""
 READ_BY = 1.0

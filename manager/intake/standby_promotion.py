@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir
 from ...core.text import say
 from ...core.types import Life
+from ...transport.control.endpoints import Send
 from ...transport.messages import Become, Hello
 from ..cluster.base import Refused
 from ..model.actions import Launch
@@ -33,7 +33,7 @@ class Adoptions:
     """``send`` says something to a peer, ``gpus`` knows who has which."""
 
     def __init__(
-        self, run: RunDir, state: Callable[[], State], send: Callable[[bytes, Any, int | None], Awaitable[None]],
+        self, run: RunDir, state: Callable[[], State], send: Send,
         gpus: GpusTaken,
     ) -> None:  # fmt: skip
         self._run, self._state, self._send, self._gpus = run, state, send, gpus

@@ -1,6 +1,6 @@
 """Select the weight transport of a process: what ``[transport] weights`` means on this machine, and why.
 
-:func:`choose` decides from values alone, so that ``rrl check`` can say what a role would do; :func:`open_pipe` acts on it.
+:func:`choose` decides from values alone, so that ``rrl check`` can say what a role would do.
 """
 
 from __future__ import annotations
