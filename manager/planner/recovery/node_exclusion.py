@@ -27,9 +27,8 @@ from ...cluster.base import NodeState
 from ...model.actions import Decision, Exclude, Why
 from ...model.queries import gravest, workers
 from ...model.state import Replica, State, Status
-from ..capacity.nodes import Rooms, condemns
+from ..capacity.nodes import Rooms, condemns, unfit_nodes
 from ..deadlines import NEVER
-from .failure_class import unfit_nodes
 
 
 def condemn(state: State, rooms: Rooms) -> list[Exclude]:
