@@ -1,4 +1,4 @@
-"""The terminal, or what stands in its place: one way to print, and JSON.
+"""The terminal, or what stands in its place: one way to print, JSON, and the version.
 
 Nothing that a role, a node or a user wrote can command the terminal (:mod:`rrl.core.text`).
 

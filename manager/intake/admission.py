@@ -1,8 +1,4 @@
-"""What a node or a role says of itself when it joins, judged: too little memory to lock, a GPU that is another's.
-
-Where a node's health is read, and whether roles wait for that: one answer for who launches agents and who places
-roles.
-"""
+"""Judge what a node or a role reports when it joins: too little memory to lock, a GPU that another role has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells shadows what they become, and again to whoever has not heard it; and whose a step is that began as a shadow's.
+"""Tells shadows what they become, and again to whoever has not heard it.
 
 The intent is in the journal before anything is said, so a new manager says the same. It is settled by the member's own
 Hello, not here.

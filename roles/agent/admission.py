@@ -1,7 +1,6 @@
-"""What an agent finds out before it says that its node is there: can roles run here at all?
+"""Find out, before an agent reports its node, whether roles can run there, and have a first look at its health.
 
-Whether a node's health is looked after, and by which readers. Light: the readers' side and the checks are imported
-only where there is something to read, for they take memory.
+The readers' side and the checks are imported only where there is something to read, for they take memory.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _BETAS = (0.9, 0.95)
 
 
 class LearnerSettings(Struct, frozen=True):
-    """Numbers of ``[roles.trainer]`` (defaults and reasons: :class:`rrl.config.job.schema.TrainerRole`)."""
+    """Numbers of ``[roles.trainer]`` (defaults and reasons: :class:`rrl.config.job.roles.TrainerRole`)."""
 
     learning_rate: float
     final_learning_rate: float
