@@ -36,7 +36,8 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import SHADOW, TRAINER, Life, Verdict, gang_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Perform
-from rrl.manager.model.state import State, gang
+from rrl.manager.model.queries import gang
+from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 from rrl.tests.lab.runs import TestRun, all_work, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab

@@ -43,7 +43,7 @@ def _global(
     rrl resume RUN               go on from its last step
     """
     if version:
-        from .main import print_version
+        from .common.output import print_version
 
         raise typer.Exit(print_version())
     if context.invoked_subcommand is None:
@@ -85,9 +85,13 @@ def status(
     rrl status               the newest run
     rrl status quick --live  the run whose id begins with "quick", redrawn twice a second
     """
+    if live:
+        from .run.follow import show_live
+
+        raise typer.Exit(show_live(run))
     from .run import status as command
 
-    raise typer.Exit(command.status(run, live=live, json=json))
+    raise typer.Exit(command.status(run, json=json))
 
 
 @app.command()

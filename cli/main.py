@@ -37,21 +37,16 @@ def run(arguments: Sequence[str]) -> int:
         return _harmless(arguments, _told(error))
 
 
-def print_version() -> int:
-    from importlib.metadata import version
-
-    print(f"rrl {version('rrl-slurm')}")
-    return 0
-
-
 def _run(arguments: list[str]) -> int:
     """The two commands that are typed most do without typer: since 0.26 it imports pydantic to read any argument."""
     if arguments == ["--version"]:
+        from .common.output import print_version
+
         return print_version()
     if arguments[:1] == ["status"] and len(arguments) <= 2 and not any(word.startswith("-") for word in arguments):
         from .run.status import status
 
-        return status(arguments[1] if arguments[1:] else None, live=False, json=False)
+        return status(arguments[1] if arguments[1:] else None, json=False)
     from .commands import app
 
     return int(app(arguments, prog_name="rrl", standalone_mode=False) or 0)

@@ -17,6 +17,10 @@ from .types import AGENT, SHADOW
 if TYPE_CHECKING:
     import random
 
+ANSWER_SENDING_S = 0.5
+"""Seconds between the answer to an injected fault and the end of the process that gave it: zmq sends in a thread of its
+own, within ms."""
+
 
 class Effect(StrEnum):
     """What the world sees of a fault."""

@@ -20,8 +20,9 @@ from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RunDir
 from rrl.core.types import role_of
 from rrl.manager.model import events as ev
+from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import State, workers
+from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
 
 PICTURE = Path(__file__).parent / "status.svg"

@@ -55,8 +55,9 @@ from .model.actions import (  # fmt: skip
     StopStep,
     Undrain,
 )
+from .model.queries import workers
 from .model.reducer import fold
-from .model.state import State, workers
+from .model.state import State
 from .planner import plan
 from .planner.peer_directory import Wiring, wire
 from .planner.shutdown import said_at_the_end

@@ -1,4 +1,4 @@
-"""Print text, JSON and times, to a terminal or to a file. Text of roles, nodes and users is always escaped."""
+"""Print text, JSON, times and the version, to a terminal or to a file. Text of roles, nodes and users is always escaped."""
 
 from __future__ import annotations
 
@@ -75,3 +75,11 @@ def moment(text: str, now: float | None = None) -> float:
         right = '"90s", "10m", "2h", "1d" (ago) or a time like "2026-11-20T09:00" (yours; with Z: UTC)'
         raise BadInput(f'--since "{text}" is no time; write for example {right}')
     return at
+
+
+def print_version() -> int:
+    """Print the version of rrl; returns exit code 0."""
+    from importlib.metadata import version
+
+    print(f"rrl {version('rrl-slurm')}")
+    return 0

@@ -1,15 +1,24 @@
-"""``rrl doctor``: what of rrl works here, what does not, and what to do about it."""
+"""``rrl doctor``: what of rrl works here, what does not, and what to do about it.
+
+Reads the facts, judges them by all checks in the order in which they are shown, and draws the answer.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ...core.types import Verdict
 from ...roles.node_probe.host import Unread
 from ..common.output import print_json, show
-from ..views.checks import doctor_view
+from ..views.checks import VERDICT_COLOUR
+from .catalogue import GROUPS
 from .collect import read_facts
 from .facts import Check, Facts, Wanted
 from .host_checks import host_checks, storage_checks
@@ -18,7 +27,7 @@ from .slurm_checks import slurm_checks
 
 
 def judge(facts: Facts) -> list[Check]:
-    """What was found, line by line. What could not be known is UNKNOWN, never OK."""
+    """Judge the facts, line by line; pure. What could not be known is UNKNOWN, never OK."""
     return [*host_checks(facts), *storage_checks(facts), *slurm_checks(facts), *node_checks(facts)]
 
 
@@ -57,3 +66,40 @@ def _agreed() -> bool:
         return input(_QUESTION).strip().lower() in ("y", "yes")
     except EOFError:
         return False
+
+
+def doctor_view(checks: Sequence[Check]) -> RenderableType:
+    """One line for each check, and one below it for what to do. Those that are unknown for one reason are one line."""
+    parts: list[RenderableType] = []
+    for group, members in groupby(checks, lambda check: check.name.partition(".")[0]):
+        table = Table.grid(padding=(0, 1), expand=True)
+        table.add_column(width=7, no_wrap=True)
+        table.add_column(width=10, no_wrap=True)
+        table.add_column(ratio=1, overflow="fold")
+        for verdict, name, found in _check_lines(list(members)):
+            table.add_row(verdict, name, found)
+        parts += [Text(GROUPS[group], "bold"), table, Text()]
+    return Group(*parts, Text(tally(checks)))
+
+
+def tally(checks: Sequence[Check]) -> str:
+    """``24 OK, 3 WARN, 0 FAIL, 15 UNKNOWN``"""
+    return ", ".join(f"{sum(check.verdict is one for check in checks)} {one.value}" for one in Verdict)
+
+
+def _said(check: Check) -> tuple[Verdict, str, str, str]:
+    """What lines that are drawn as one have in common: only what is unknown has the same reason again and again."""
+    return check.verdict, check.found, check.fix, "" if check.verdict is Verdict.UNKNOWN else check.name
+
+
+def _check_lines(checks: Sequence[Check]) -> Iterator[tuple[Text, Text, Text]]:
+    for (verdict, found, fix, _), same in groupby(checks, _said):
+        names = [check.name.partition(".")[2] for check in same]
+        told = Text(found if len(names) == 1 else f"{found} ({', '.join(names)})")
+        if fix:
+            told.append(f"\n→ {fix}", "cyan")
+        yield (
+            Text(verdict.value, VERDICT_COLOUR[verdict]),
+            Text(names[0] if len(names) == 1 else f"{len(names)} checks"),
+            told,
+        )

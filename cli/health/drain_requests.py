@@ -12,7 +12,7 @@ from ...health.report.model import DrainState
 from ...health.report.node import drain_line
 from ..common.output import moment, print_json, print_line, show
 from ..common.runs import Failed
-from . import node_checks, node_drains
+from . import node_drains, remote_checks
 from .report import read, warn, without_impossible
 
 _now = time.time
@@ -57,10 +57,10 @@ def _apply(requests: list[Request], drains: dict[str, DrainState], unknown: str,
         else:
             wanted.append(one)
     confirmed: list[tuple[str, str]] = []
-    checked = node_checks.check({one.node: drains[one.node] for one in wanted if one.node in drains})
+    checked = remote_checks.check({one.node: drains[one.node] for one in wanted if one.node in drains})
     for one in wanted:
-        found = checked.get(one.node, node_checks.NotChecked("not known to Slurm"))
-        if isinstance(found, node_checks.NotChecked):
+        found = checked.get(one.node, remote_checks.NotChecked("not known to Slurm"))
+        if isinstance(found, remote_checks.NotChecked):
             outcomes.append((one.node, False, f"rrl health check could not be made there: {found.reason}"))
         elif (finding := confirmation(one, found)) is None:
             outcomes.append((one.node, False, f"rrl health check there does not confirm the records of {_users(one)}"))

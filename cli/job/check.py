@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...config.job.load import load_job, resolved
 from ...config.job.render import as_toml
+from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...config.model_folder import max_length, unfit
 from ...config.toml_positions import lines_of, nearest_line
@@ -19,7 +20,8 @@ from ...core.run_spec import JobView
 from ...manager.bootstrap.preflight import Trouble, troubles
 from ...manager.bootstrap.preview import WorstCase, preview, worst_case
 from ...manager.cluster.slurm.limits import SeenLimits, look
-from ...transport.weights.base import PACKAGES, Untrusted, choose, look_here, package
+from ...transport.weights.base import PACKAGES, package
+from ...transport.weights.select import Untrusted, choose, look_here
 from ..common.output import print_json
 from ..common.runs import BadInput
 
@@ -43,7 +45,7 @@ def asked(job: Job, path: Path, foreground: bool = False) -> tuple[list[str], st
     if shutil.which("sbatch") is None:
         raise BadInput(f'{path}: cluster.kind is "slurm", and there is no sbatch on PATH; run rrl on a login node of'
                        ' the cluster, or write kind = "local"')  # fmt: skip
-    view = job.view(sys.executable)
+    view = resolve(job, sys.executable)
     worst = worst_case(view, foreground)
     found, seen = asyncio.run(_answers(job, view, foreground))
     found += _beyond(worst, seen)

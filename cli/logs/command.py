@@ -4,29 +4,24 @@ before each failure. Following goes on over rotations and into new incarnations.
 from __future__ import annotations
 
 import heapq
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
-from ...core.log_lines import STAMP, seconds_of, stamp
+from ...core.log_lines import stamp
 from ...core.processes import raise_nofile
 from ...core.run_dir import RunDir
-from ...core.text import escaped, escaped_json
 from ..common.output import moment
 from ..common.runs import BadInput, Reader, find_run
 from .files import Log, all_logs
 from .merge import LifeTail, Line, Wanted
+from .printer import Printer
 
 PAUSE = 0.4
 """s between two looks"""
 NEWEST = 20
 """lines of each log, where nothing else says how many"""
-_COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def logs(
@@ -121,49 +116,3 @@ def _merged(tails: dict[LifeTail, Iterator[Line]]) -> Iterator[tuple[Log, Line]]
         return ((log, line) for line in lines)
 
     return heapq.merge(*(of(tail.log, lines) for tail, lines in tails.items()), key=lambda one: one[1].order)
-
-
-class Printer:
-    """Lines to stdout: with their times, labelled where they could come from several logs; or as JSON, one a line.
-    ``raw``: what would command the terminal is not escaped."""
-
-    def __init__(self, json: bool, raw: bool) -> None:
-        self.json = json
-        self.raw = raw
-        self.labelled = False
-        self._coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self._colours: dict[str, int] = {}
-        self._second = b""
-        self._local = ""
-
-    def print(self, lines: Iterator[tuple[Log, Line]]) -> None:
-        for log, line in lines:
-            sys.stdout.write(self.text(log, line) + "\n")
-        sys.stdout.flush()
-
-    def text(self, log: Log, line: Line) -> str:
-        text = line.text.decode("utf-8", "replace")
-        if self.json:
-            at = line.stamp.decode() or None
-            document = {"time": at, "life": log.life, "log": log.kind, "text": text}
-            return escaped_json(msgspec.json.encode(document).decode())
-        text = text if self.raw else escaped(text)
-        time_of_day = f"{self.local(line.stamp)} " if line.stamp else ""
-        return f"{time_of_day}{self._paint(log.label)} | {text}" if self.labelled else f"{time_of_day}{text}"
-
-    def local(self, stamped: bytes) -> str:
-        """``11-20 09:00:00.123`` where we are."""
-        second = stamped[: STAMP - 8]
-        if second != self._second:
-            try:
-                moment = time.localtime(seconds_of(stamped))
-            except ValueError:  # nothing of ours wrote it
-                return second.decode()
-            self._second, self._local = second, time.strftime("%m-%d %H:%M:%S", moment)
-        return f"{self._local}.{stamped[STAMP - 7 : STAMP - 4].decode()}"
-
-    def _paint(self, label: str) -> str:
-        if not self._coloured:
-            return label
-        colour = self._colours.setdefault(label, _COLOURS[len(self._colours) % len(_COLOURS)])
-        return f"\x1b[{colour}m{label}\x1b[0m"

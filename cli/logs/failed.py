@@ -13,10 +13,10 @@ from ...core.text import escaped, escaped_json
 from ...core.types import AGENT
 from ...manager.storage.journal import JournalError, replay
 from ..common.runs import BadInput
-from .command import Printer
 from .failures import Failure, failures, of
 from .files import Log, all_logs
 from .merge import LifeTail, Line, Wanted
+from .printer import Printer
 
 SLACK = 1.0
 """s that clocks of nodes may differ: lines so much later still count as before the finding about a life that went on"""

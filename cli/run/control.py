@@ -15,8 +15,9 @@ from collections.abc import Callable
 from ...core.run_dir import RunDir
 from ...core.types import NodeName, ReplicaId, gang_of
 from ...manager.intake.user_commands import Letter
+from ...manager.model.queries import gang, workers
 from ...manager.model.reduce_nodes import DRAIN, UNDRAIN
-from ...manager.model.state import State, Status, gang, workers
+from ...manager.model.state import State, Status
 from ...manager.planner.capacity.node_lifecycle import to_be_drained
 from ..common.command_sender import PAUSE, Presence, await_taken, send
 from ..common.output import print_line

@@ -16,11 +16,11 @@ from ...core.run_dir import RunDir
 from ...manager.model.state import State
 from ...manager.storage.lease import Holder, holder
 from ..common.output import Escaped, console, print_line
-from ..common.runs import Failed, Reader, job_of
+from ..common.runs import Failed, Reader, find_run, job_of
 from ..views.status import one_line
-from .manager_liveness import INTERRUPTED, SQUEUE_EVERY_S, Liveness, SlurmJobs, ask_slurm, judge, owner_of
+from .manager_liveness import INTERRUPTED, SQUEUE_EVERY_S, Liveness, SlurmJobs, ask_slurm, judge, manager_gone, owner_of
 from .start_check import NeverBegan, StartCheck
-from .status import manager_gone, picture, waiting
+from .status import picture, waiting
 
 PAUSE = 0.5
 """s between two looks"""
@@ -30,6 +30,12 @@ SILENT = 3.0
 """a manager whose lease has not moved for so many times its length is said to be silent"""
 SUMMARY_WITHIN = 10.0
 """s that the summary may come after the last record"""
+
+
+def show_live(name: str | None) -> int:
+    """``rrl status --live``: draw the run until it has ended or ``q`` was pressed; returns exit code 0."""
+    follow(find_run(name), keys=True)
+    return 0
 
 
 def follow(run: RunDir, *, keys: bool, stop: threading.Event | None = None, insist: bool = False) -> State | None:

@@ -164,3 +164,14 @@ def _told_of(managers: Sequence[Job]) -> str:
     if job.state is AllocationState.RUNNING:
         return f"its job {job.id} is running"
     return f"the next manager waits in Slurm's queue: job {job.id} ({job.detail})"
+
+
+def manager_gone(run: RunDir) -> str:
+    """Return that no manager lives, and what to do, where this machine can tell for certain; else an empty text."""
+    from ...manager.storage.lease import holder
+
+    try:
+        held = holder(run)
+    except OSError as error:
+        raise Failed(f"{run.epochs}: {error.strerror}") from None
+    return f"none is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(held) else ""

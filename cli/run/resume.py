@@ -20,7 +20,7 @@ from ...manager.model.state import State
 from ...manager.storage.journal import JournalError
 from ..common.runs import BadInput, Failed, check_whole, find_run, read
 from ..job.check import asked, planned, tell
-from .status import manager_gone
+from .manager_liveness import manager_gone
 from .submit import report, watched
 
 FIXED = ("run.name", "run.seed", "cluster.kind", "model", "task")

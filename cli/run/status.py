@@ -17,20 +17,25 @@ from ..common.output import console, print_json, print_line, show
 from ..common.runs import BadInput, Failed, Reader, all_runs, find_run, job_of, read, summary_of
 from ..views.status import standing, status_view
 from ..views.summary import recoveries_view, runs_view
-from .manager_liveness import Liveness, SlurmJobs, ask_slurm, judge, liveness, owner_of, stale_lease, surely_gone
+from .manager_liveness import (
+    Liveness,
+    SlurmJobs,
+    ask_slurm,
+    judge,
+    liveness,
+    manager_gone,
+    owner_of,
+    stale_lease,
+)
 from .start_check import StartCheck
 
 LEAST_FREE = 64 * 2**10
 """bytes: with less free, what a manager writes for one decision may not fit"""
 
 
-def status(name: str | None, *, live: bool, json: bool) -> int:
+def status(name: str | None, *, json: bool) -> int:
+    """Print where a run stands; returns exit code 0. ``rrl status --live`` is :func:`rrl.cli.run.follow.show_live`."""
     run = find_run(name)
-    if live:
-        from .follow import follow
-
-        follow(run, keys=True)
-        return 0
     reader = Reader(run)
     state = reader.state()
     if reader.torn and manager_gone(run):  # else it is only being written
@@ -86,17 +91,6 @@ def waiting(run: RunDir, start_failure: str) -> str:
         why = f"squeue --name={starting(run.id, job)} tells why; where it shows none: rrl manage {run.id}"
         return f"its manager has not started yet ({why})"
     return f"its manager has not started yet (its output: {run.submit}; where there is none: rrl manage {run.id})"
-
-
-def manager_gone(run: RunDir) -> str:
-    """Return that no manager lives, and what to do, where this machine can tell for certain; else an empty text."""
-    from ...manager.storage.lease import holder
-
-    try:
-        held = holder(run)
-    except OSError as error:
-        raise Failed(f"{run.epochs}: {error.strerror}") from None
-    return f"none is running; the roles go on. Start one: rrl manage {run.id}" if surely_gone(held) else ""
 
 
 def storage_trouble(run: RunDir) -> str:

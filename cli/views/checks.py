@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,12 +11,10 @@ from rich.text import Text
 from ...core.types import WORST_FIRST, Finding, Remedy, Verdict
 from ...health.report.drain_requests import Request
 from ...health.report.model import DrainState
-from ..doctor.catalogue import GROUPS
-from ..doctor.facts import Check
 from .formatting import span
 from .health_report import whose
 
-_VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
+VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
 _TOLD = {
     Remedy.RESTART: "restart what runs there",
     Remedy.EXCLUDE: "use another node",
@@ -44,7 +41,7 @@ def health_check_view(findings: Sequence[Finding]) -> RenderableType:
     table.add_column(ratio=1, overflow="fold")
     for verdict in WORST_FIRST:
         for name, told in _finding_lines([one for one in findings if one.verdict is verdict], verdict):
-            table.add_row(Text(verdict.value, _VERDICT_COLOUR[verdict]), name, told)
+            table.add_row(Text(verdict.value, VERDICT_COLOUR[verdict]), name, told)
     return Group(Text(), table)
 
 
@@ -73,46 +70,6 @@ def _tally(findings: Sequence[Finding]) -> str:
     well = sum(finding.verdict is Verdict.OK for finding in findings)
     unknown = sum(finding.verdict is Verdict.UNKNOWN for finding in findings)
     return f"{well} checks" + (f"; {unknown} not to be known here" if unknown else "")
-
-
-VERDICT_COLOUR = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red", Verdict.UNKNOWN: "magenta"}
-
-
-def doctor_view(checks: Sequence[Check]) -> RenderableType:
-    """One line for each check, and one below it for what to do. Those that are unknown for one reason are one line."""
-    parts: list[RenderableType] = []
-    for group, members in groupby(checks, lambda check: check.name.partition(".")[0]):
-        table = Table.grid(padding=(0, 1), expand=True)
-        table.add_column(width=7, no_wrap=True)
-        table.add_column(width=10, no_wrap=True)
-        table.add_column(ratio=1, overflow="fold")
-        for verdict, name, found in _check_lines(list(members)):
-            table.add_row(verdict, name, found)
-        parts += [Text(GROUPS[group], "bold"), table, Text()]
-    return Group(*parts, Text(tally(checks)))
-
-
-def tally(checks: Sequence[Check]) -> str:
-    """``24 OK, 3 WARN, 0 FAIL, 15 UNKNOWN``"""
-    return ", ".join(f"{sum(check.verdict is one for check in checks)} {one.value}" for one in Verdict)
-
-
-def _said(check: Check) -> tuple[Verdict, str, str, str]:
-    """What lines that are drawn as one have in common: only what is unknown has the same reason again and again."""
-    return check.verdict, check.found, check.fix, "" if check.verdict is Verdict.UNKNOWN else check.name
-
-
-def _check_lines(checks: Sequence[Check]) -> Iterator[tuple[Text, Text, Text]]:
-    for (verdict, found, fix, _), same in groupby(checks, _said):
-        names = [check.name.partition(".")[2] for check in same]
-        told = Text(found if len(names) == 1 else f"{found} ({', '.join(names)})")
-        if fix:
-            told.append(f"\n→ {fix}", "cyan")
-        yield (
-            Text(verdict.value, VERDICT_COLOUR[verdict]),
-            Text(names[0] if len(names) == 1 else f"{len(names)} checks"),
-            told,
-        )
 
 
 def requests_view(

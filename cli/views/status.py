@@ -18,7 +18,8 @@ from ...core.phases import STANDBY, phase
 from ...core.types import AGENT, SHADOW, Finding, Outcome, Verdict, stands_for
 from ...manager.cluster.base import NodeState
 from ...manager.model import token_ages
-from ...manager.model.state import Allocation, Node, Replica, State, Status, progress, workers
+from ...manager.model.queries import progress, workers
+from ...manager.model.state import Allocation, Node, Replica, State, Status
 from .formatting import bar, curve, folded, number, span
 from .summary import MOST_STALE
 

@@ -26,6 +26,7 @@ from ...core.text import on_one_line
 from ..model_folder import SHAPE, max_length
 from ..toml_positions import Path as KeyPath
 from ..toml_positions import lines_of, nearest_line
+from .resolve import resolve
 from .schema import Job
 
 _LARGEST = 2**20
@@ -65,7 +66,7 @@ def load_job(path: Path, folder: Path | None = None) -> Job:
 def resolved(job: Job) -> dict[str, Any]:
     """The spec with every default filled in, as JSON values: durations in seconds, sizes in bytes."""
     filled = job.model_dump(mode="json")
-    for role in job.view("python").roles:
+    for role in resolve(job, "python").roles:
         table, name = job.table_of(role.name)
         filled[table][name]["min_replicas"] = role.min_replicas
     if job.model is not None and job.model.path is None:

@@ -12,14 +12,15 @@ from pydantic.fields import FieldInfo
 
 from ...core.units import DURATION, SIZE, duration_text, size_text
 from ..model_folder import SHAPE
-from .resolve import POOL
+from .resolve import resolve
+from .roles import POOL
 from .schema import Job
 
 
 def as_toml(job: Job) -> str:
     """Round trip: loading the text gives an equal job (but for ``min_replicas``, whose default is spelt out, and
     ``spares``, which are 0 where there is no pool)."""
-    floors = {role.name: role.min_replicas for role in job.view("python").roles}
+    floors = {role.name: role.min_replicas for role in resolve(job, "python").roles}
     roles = {name: role.model_copy(update={"min_replicas": floors[name]}) for name, role in job.every_role().items()}
     built_in = {name: role for name, role in roles.items() if name not in job.commands}
     cluster = job.cluster if job.cluster.form == POOL else job.cluster.model_copy(update={"spares": 0})

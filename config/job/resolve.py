@@ -10,15 +10,12 @@ import msgspec
 from ...core import run_spec
 from ...core.run_spec import Part, Resources, RoleView
 from .faults import plan_faults
-from .roles import CommandRole, Role, RolloutRole, TrainerRole
+from .roles import POOL, SHARED, CommandRole, Role, RolloutRole, TrainerRole
 from .site import EnvTable
 
 if TYPE_CHECKING:
     from .schema import Job
 
-POOL, SHARED = "pool", "shared"
-PARTS = (POOL, SHARED)
-"""Names of parts that are no role's: a role of the user's own cannot have them."""
 _BUILT_IN = {
     "trainer": "rrl.roles.trainer.main",
     "rollout": "rrl.roles.rollout.main",
@@ -29,8 +26,13 @@ _MANAGER_KEEPS = ("partition", "account", "qos", "reservation")
 """options of [slurm] that the manager's own job has too, unless [manager] slurm says otherwise"""
 
 
-def viewed(job: Job, python: str) -> run_spec.JobView:
-    """``python``: the interpreter that runs rrl on the nodes, unless [env] names one."""
+def resolve(job: Job, python: str) -> run_spec.JobView:
+    """Return what the manager reads of a job.
+
+    Args:
+        job: What job.toml says.
+        python: The interpreter that runs rrl on the nodes, unless [env] names one.
+    """
     python = job.env.python or python
     roles = tuple(
         _role(

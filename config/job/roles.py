@@ -9,6 +9,10 @@ from pydantic import AfterValidator, Field
 from ...core.units import Size
 from .base import Count, SbatchOptions, Strings, Table, Time, TimeIfAny, environment
 
+POOL, SHARED = "pool", "shared"
+PARTS = (POOL, SHARED)
+"""Names of parts that are no role's: a role of the user's own cannot have them."""
+
 
 class Role(Table):
     """What every role has; its own table adds to it, and may change a default."""

@@ -20,8 +20,7 @@ from ...core.types import AGENT, SHADOW
 from ...core.units import Duration, Size
 from .base import SbatchOptions, Strings, Table, Time, TimeIfAny, mistake
 from .faults import FaultsTable
-from .resolve import PARTS, viewed
-from .roles import CommandRole, Role, Roles
+from .roles import PARTS, CommandRole, Role, Roles
 from .site import ClusterTable, ContainerTable, EnvTable, ManagerTable, Network
 from .validation import check
 
@@ -295,7 +294,3 @@ class Job(Table):
             if role.watch == "activity":  # its launcher says that it is in a phase of the role's own name
                 phases[name] = {"shortest": role.quiet, "longest": role.quiet, "progresses": True}
         return msgspec.convert(self.limits.model_dump() | {"phases": phases}, run_spec.Limits)
-
-    def view(self, python: str) -> run_spec.JobView:
-        """The manager's view; ``python`` is the interpreter that runs rrl on the nodes, unless [env] names one."""
-        return viewed(self, python)

@@ -14,6 +14,7 @@ from ..model_folder import BUILT_MAX_LENGTH, SHAPE
 from ..vllm_arguments import DEGREE, OURS
 from .base import mistake
 from .faults import fitting
+from .resolve import resolve
 from .roles import CommandRole, Role, TrainerRole, TrajectoriesRole
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _form(job: Job) -> None:
     if job.manager.where == "pool":
         raise mistake(("manager", "where"), f'form = "{cluster.form}" has no pool; write where = "job"')
     if cluster.form == "hetjob" and not cluster.one_node_components:
-        parts = job.view("python").parts
+        parts = resolve(job, "python").parts
         small = [part.name for part in parts if part.nodes == 1]
         if small and len(parts) > 1:
             raise mistake(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...core.run_spec import JobView
 from ...core.units import duration_text
@@ -53,7 +54,7 @@ async def troubles(job: Job, foreground: bool = False) -> list[Trouble]:
     """What Slurm would not take, or did not say. Raises ValueError for an sbatch option that cannot be passed on.
 
     ``foreground``: the manager is no Slurm job."""
-    view = job.view(sys.executable)
+    view = resolve(job, sys.executable)
     asks = {ask.part: ask for ask in first_asks(_RUN, view)}  # those of one part differ by their tags only
     try:
         partitions = await _partitions()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...core.run_dir import runs_root
 from ...core.run_spec import JobView, Part, RoleView
@@ -88,7 +89,7 @@ def _rotations(part: Part, view: JobView) -> int:
 
 def preview(job: Job) -> list[tuple[str, str]]:
     """(title, text) of each thing. Raises ValueError for an sbatch option that cannot be passed on."""
-    view = job.view(sys.executable)
+    view = resolve(job, sys.executable)
     steps = "\n".join([*(_steps(role) for role in view.roles), *_warm(view)])
     if view.cluster == "slurm":
         return [*_manager(view), *allocations(view), ("steps", steps)]

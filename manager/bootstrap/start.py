@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from ...config.job.load import resolved
+from ...config.job.resolve import resolve
 from ...config.job.schema import Job
 from ...core.processes import raise_nofile
 from ...core.run_dir import HISTORY_ENV, RunDir, runs_root, write_atomically
@@ -84,7 +85,7 @@ def _describe(run: RunDir, job: Job, text: bytes, source: Path) -> None:
 
 def _view(job: Job) -> JobView:
     """The job, with what the site says of every job: its module file may name a folder for the history."""
-    view = job.view(sys.executable)
+    view = resolve(job, sys.executable)
     folder = view.health.history or os.environ.get(HISTORY_ENV, "")
     history = str(Path(folder).expanduser().absolute()) if folder else ""
     return msgspec.structs.replace(view, health=msgspec.structs.replace(view.health, history=history))

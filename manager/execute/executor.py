@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from ...core.run_dir import RunDir
 from ...core.text import say
 from ...transport import messages as msg
+from ...transport.control.endpoints import Send
 from ..cluster.base import Cluster, Refused, Step, Unanswered
-from ..intake.message_handler import Send
 from ..model import events as ev
 from ..model.actions import Drain, Launch, Outside, Perform, Release, Request, Shrink, StopStep, Undrain
 from ..model.events import Done, Event

@@ -21,8 +21,8 @@ from ...core.faults import MANAGER, TRAITS, Fault, FaultKind, Hits
 from ...core.run_dir import RunDir
 from ...core.types import AGENT, Life, replica_id, role_of
 from ...transport import messages as msg
+from ...transport.control.endpoints import Send
 from ..cluster.base import Cluster, Refused, Unanswered
-from ..intake.message_handler import Send
 from ..model import events as ev
 from ..model.actions import Perform
 from ..model.state import State

@@ -21,8 +21,8 @@ from ...core.run_spec import ContainerView, JobView, Resources, RoleView
 from ...core.types import AGENT, SHADOW, role_of, stands_for
 from ...transport.address import NETWORK_ENV
 from ..cluster.base import NotStarted, Step
-from ..intake.admission import admits, readers_on
 from ..model.actions import Launch as LaunchAction
+from ..model.queries import admits, readers_on
 from ..model.state import State
 
 APPTAINER, PYXIS = "apptainer", "pyxis"

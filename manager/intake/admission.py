@@ -1,12 +1,8 @@
-"""Decide whether a step may start on a node: enough lockable memory, GPUs that no other replica holds, and which
-readers its agent must have run first.
-"""
+"""Judge what a node or a role reports when it joins: too little memory to lock, a GPU that another role has."""
 
 from __future__ import annotations
 
-from ...core.run_spec import JobView
 from ...core.types import Cause, Evidence, Finding, Life, NodeName, Remedy, Verdict
-from ...health.readers.samples import READERS
 from ...transport.messages import AgentHello, Hello
 from ..model.state import State
 
@@ -59,18 +55,3 @@ class GpusTaken:
             return ()
         self._by.update({(node, gpu): life for gpu in chosen})
         return chosen
-
-
-def readers_on(job: JobView, gpus: int) -> tuple[str, ...]:
-    """Names of the readers beside the agent of a node with so many GPUs.
-
-    Virtual nodes of the local cluster are one machine, and there is no other to go to: what would condemn all of them
-    is not looked for, nor by several agents at once. Where roles there have GPUs, how these do is worth knowing."""
-    if job.cluster != "local":
-        return READERS
-    return ("nvml",) if gpus else ()
-
-
-def admits(job: JobView, gpus: int) -> bool:
-    """No role is placed on such a node before its agent has said what it finds there."""
-    return job.health.admission and bool(readers_on(job, gpus))

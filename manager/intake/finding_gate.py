@@ -35,7 +35,8 @@ from ...health.detection.watch import Watch
 from ...transport.messages import AgentHello, Found
 from ..model import events as ev
 from ..model.events import Learned
-from ..model.state import State, Status, workers
+from ..model.queries import workers
+from ..model.state import State, Status
 
 OWN = frozenset(detector.__name__ for detector in NODE_DETECTORS)
 """detectors by which the manager itself judges nodes; what else is found on one is its agent's word"""

@@ -32,11 +32,10 @@ from ...health.detection.detectors.liveness import worker_silence
 from ...health.detection.detectors.probing import to_probe
 from ...health.detection.watch import Watch
 from ...transport import messages as msg
+from ...transport.control.endpoints import Send
 from ..model import events as ev
 from ..model.state import State
 from .finding_gate import heeded
-
-Send = Callable[[bytes, Any, int | None], Coroutine[Any, Any, None]]
 
 WITHIN = 7.0
 """s that stacks may take, and a FAIL without an earlier warning is held back for them: an agent answers within 2 + 4 s

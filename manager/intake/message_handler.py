@@ -7,7 +7,7 @@ that left no exit record, the output of its launcher and of its first process is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,14 +18,15 @@ from ...core.text import absent, escaped, last_lines_of, say
 from ...core.types import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of, stands_for
 from ...health.detection.watch import Watch
 from ...transport import messages as msg
-from ...transport.control.endpoints import Incoming
+from ...transport.control.endpoints import Incoming, Send
 from ..cluster.base import NotStarted, RejectReason
 from ..model import events as ev
 from ..model.events import Done, Event
+from ..model.queries import became, named_by, whose
 from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpusTaken, memory_locks
 from .finding_gate import Findings, is_agent_of
-from .standby_promotion import Adoptions, became, named_by, whose
+from .standby_promotion import Adoptions
 
 
 def words_of(run: RunDir, tag: str) -> str:
@@ -48,7 +49,6 @@ def explained(run: RunDir, event: Event) -> Event:
     return replace(event, detail=f"{NEVER_APPEARED}: {words}")
 
 
-Send = Callable[[bytes, Any, int | None], Awaitable[None]]
 MAX_NOTE = 300
 """characters of a replica's note that are kept: two lines of a wide terminal"""
 READ_BY = 1.0

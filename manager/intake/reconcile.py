@@ -15,7 +15,8 @@ from ...core.types import NodeName, Verdict
 from ..cluster.base import AllocationSeen, AllocationState, NodeSeen, NodeState, Observed, RejectReason
 from ..model.actions import Drain, Launch, Outside, Request, Shrink, Undrain
 from ..model.events import AllocationChanged, Done, Event, NodeChanged
-from ..model.state import NEVER_APPEARED, Allocation, State, open_requests
+from ..model.queries import open_requests
+from ..model.state import NEVER_APPEARED, Allocation, State
 
 EAGER = 60.0
 """s after its request that an allocation is looked for more often than at the site's pace"""

@@ -1,4 +1,4 @@
-"""Tells shadows what they become, and again to whoever has not heard it; and whose a step is that began as a shadow's.
+"""Tells shadows what they become, and again to whoever has not heard it.
 
 The intent is in the journal before anything is said, so a new manager says the same. It is settled by the member's own
 Hello, not here.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir
 from ...core.text import say
-from ...core.types import SHADOW, Life, role_of
+from ...core.types import Life
+from ...transport.control.endpoints import Send
 from ...transport.messages import Become, Hello
 from ..cluster.base import Refused
 from ..model.actions import Launch
-from ..model.state import Replica, State, owner_of
+from ..model.queries import became
+from ..model.state import State
 from .admission import GpusTaken
 
 RECONNECT = 2.0
@@ -32,7 +33,7 @@ class Adoptions:
     """``send`` says something to a peer, ``gpus`` knows who has which."""
 
     def __init__(
-        self, run: RunDir, state: Callable[[], State], send: Callable[[bytes, Any, int | None], Awaitable[None]],
+        self, run: RunDir, state: Callable[[], State], send: Send,
         gpus: GpusTaken,
     ) -> None:  # fmt: skip
         self._run, self._state, self._send, self._gpus = run, state, send, gpus
@@ -77,29 +78,6 @@ class Adoptions:
         step = member.step or tag_of(state.run, shadow)
         await self._send(peer, Become(shadow, member.life, step, gpus), None)
         return True
-
-
-def became(state: State, shadow: Life) -> Replica | None:
-    """The believed member that this shadow became, or is about to become."""
-    if role_of(shadow.replica) != SHADOW:
-        return None
-    return next((one for one in state.replicas.values() if one.shadow == shadow and one.believed), None)
-
-
-def whose(state: State, life: Life, tag: str) -> Life:
-    """A step that began as a shadow's goes on to speak of itself as that: it is the member's that it became."""
-    if role_of(life.replica) != SHADOW or state.believed(life):
-        return life
-    if (owner := owner_of(state, tag)) is not None:
-        return owner.life
-    held = state.lingering.get(tag)
-    return life if held is None else held.life
-
-
-def named_by(state: State, life: Life) -> Life:
-    """Under which name the step of a life speaks of itself, and its files are called: the shadow's that it was."""
-    held = state.replica(life.replica)
-    return held.shadow if held.life == life and held.shadow is not None else life
 
 
 def mark_log(run: RunDir, life: Life, shadow: Life) -> None:

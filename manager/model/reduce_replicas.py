@@ -11,8 +11,9 @@ from ...core.types import AGENT, SHADOW, Flag, Life, NodeName, ReplicaId, gang_o
 from ..cluster.base import RejectReason
 from . import events as ev
 from .actions import Fence, Launch, Rung, StopStep
+from .queries import completes, finding_about, owner_of
 from .reward_curve import committed
-from .state import First, Lingering, Replica, Start, State, Status, completes, finding_about, owner_of
+from .state import First, Lingering, Replica, Start, State, Status
 from .token_ages import with_step
 
 RETURN_PAUSE = 10.0

@@ -6,7 +6,6 @@ merely seen: silence lives in :class:`rrl.health.detection.watch.Watch` and beco
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 
 from msgspec import Struct
@@ -14,23 +13,18 @@ from msgspec import Struct
 from ...core.faults import Fault
 from ...core.run_spec import JobView
 from ...core.types import (
-    AGENT,
-    SHADOW,
     Cause,
     Finding,
     Life,
     NodeName,
     Outcome,
     ReplicaId,
-    Verdict,
     Version,
-    gang_of,
-    member_id,
     role_of,
 )
 from ...health.detection.baselines import Lesson
 from ..cluster.base import AllocationSeen, AllocationState, Ask, NodeSeen
-from .actions import Finish, Outside, Request
+from .actions import Finish, Outside
 from .reward_curve import Rewards
 from .token_ages import TokenAges
 
@@ -342,89 +336,3 @@ class State(Struct, frozen=True):
     def believed(self, life: Life) -> bool:
         held = self.replicas.get(life.replica)
         return held is not None and held.believed and held.incarnation == life.incarnation
-
-
-def workers(state: State) -> list[Replica]:
-    """Members of the job's roles; agents and shadows left out."""
-    return [replica for replica in state.replicas.values() if replica.role not in (AGENT, SHADOW)]
-
-
-def gang(state: State, member: ReplicaId) -> list[Replica]:
-    """All members of its gang by rank; of a replica that is none, itself."""
-    whole = gang_of(member)
-    ranks = state.job.role(role_of(whole)).ranks
-    return [state.replica(member_id(whole, rank)) for rank in range(ranks)]
-
-
-def gangs(state: State) -> list[list[Replica]]:
-    """The replicas in the order of the job spec, each as its members by rank."""
-    found: dict[ReplicaId, list[Replica]] = {}
-    for member in workers(state):
-        found.setdefault(gang_of(member.id), []).append(member)
-    return list(found.values())
-
-
-def missing(members: list[Replica]) -> list[Replica]:
-    """Of a gang those that are to be launched so that it is whole: all of them, or the others of a launch that was
-    broken off. None where it works, was gone on without, or is done."""
-    if any(one.status is Status.RETIRED for one in members) or all(one.status is not Status.WANTED for one in members):
-        return []
-    if any(one.believed for one in members):
-        newest = max(one.incarnation for one in members)
-        return [one for one in members if one.status is Status.WANTED and one.incarnation < newest]
-    return members
-
-
-def at_work(members: list[Replica]) -> bool:
-    """All of them have joined."""
-    return all(one.status is Status.JOINED for one in members)
-
-
-def owner_of(state: State, step: str) -> Replica | None:
-    """Whose newest life a step carries: of a shadow's that was adopted, the member that it became."""
-    return next((replica for replica in state.replicas.values() if replica.step == step), None)
-
-
-def completes(job: JobView, role: str) -> bool:
-    """This role's replicas are done when they exit with code 0: it is the user's own, and no service."""
-    return any(view.name == role and view.kind == "command" and not view.service for view in job.roles)
-
-
-def progress(state: State) -> tuple[int, int]:
-    """How much of the run is done, and of how much: trainer steps, or commands where there is no trainer."""
-    if state.job.steps:
-        return state.step, state.job.steps
-    working = [members for members in gangs(state) if completes(state.job, members[0].role)]
-    return sum(done(members) for members in working), len(working)
-
-
-def done(members: list[Replica]) -> bool:
-    """A gang's work is: that of all its members."""
-    return all(one.status is Status.COMPLETED for one in members)
-
-
-def open_requests(state: State) -> dict[str, str]:
-    """Tag of each allocation whose request nobody has answered yet, and of that request: of a heterogeneous job its
-    first component's."""
-    return {
-        ask.tag: tag
-        for tag, intent in state.intents.items()
-        if isinstance(intent.action, Request)
-        for ask in (intent.action.ask, *intent.action.ask.more)
-    }
-
-
-def finding_about(state: State, life: Life) -> Finding | None:
-    """The FAIL finding about a life, if there is one; proofs first."""
-    return gravest(finding for finding in state.findings.values() if finding.life == life)
-
-
-def node_finding(state: State, node: NodeName) -> Finding | None:
-    """The same about a node."""
-    return gravest(finding for finding in state.findings.values() if finding.node == node)
-
-
-def gravest(findings: Iterable[Finding]) -> Finding | None:
-    """The one FAIL to go by: proofs first, then the oldest."""
-    failing = (finding for finding in findings if finding.verdict is Verdict.FAIL)
-    return min(failing, key=lambda finding: (not finding.proof, finding.since), default=None)

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from ...core.types import SHADOW, TRAINER, NodeName, ReplicaId, Version, natural, role_of, stands_for
 from ...transport.messages import Holder, Peer, Peers
-from ..model.state import State, Status, workers
+from ..model.queries import workers
+from ..model.state import State, Status
 
 _PUBLISHER = role_of(TRAINER)
 

@@ -11,7 +11,8 @@ from enum import IntEnum
 
 from ...core.types import AGENT, SHADOW, Outcome, gang_of, role_of
 from ..model.actions import Action, Drain, Finish, Outside, Release, Rung, Shrink, StopStep, Undrain, Why
-from ..model.state import Allocation, Node, Replica, State, Status, completes, done, gangs, open_requests, progress
+from ..model.queries import completes, done, gangs, open_requests, progress
+from ..model.state import Allocation, Node, Replica, State, Status
 from .capacity.placement import stop_lingering
 from .capacity.rotation import cancelled
 from .deadlines import FINAL_GRACES, GRACES, NEVER, last_moment

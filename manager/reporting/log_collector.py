@@ -16,9 +16,9 @@ from ...core.types import Life
 from ...transport.control.endpoints import Address, Listener
 from ...transport.control.log_messages import LOGS, Lines, Taken
 from ...transport.keys import RunKeys
-from ..intake.standby_promotion import became, named_by
 from ..model import events as ev
 from ..model.actions import Fence, RestartAll
+from ..model.queries import became, named_by
 from ..model.state import State
 from . import log_buffers
 from .log_buffers import Copies

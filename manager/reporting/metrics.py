@@ -21,7 +21,8 @@ from ...health.detection.watch import Watch
 from ..cluster.base import NodeState
 from ..model import events as ev
 from ..model.actions import Exclude
-from ..model.state import State, Status, workers
+from ..model.queries import workers
+from ..model.state import State, Status
 from .downtime import Downtime, fences
 
 

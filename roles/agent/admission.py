@@ -1,6 +1,6 @@
-"""Run the admission checks of a node before its agent reports it as usable.
+"""Find out, before an agent reports its node, whether roles can run there, and have a first look at its health.
 
-Readers and checks are imported only where there is hardware to read: they take memory.
+The readers' side and the checks are imported only where there is something to read, for they take memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.launch import Launch, read_launch
+from ...core.launch import read_launch
 from ...core.processes import STEP_MODULE, processes
 from ...core.text import last_lines
 from ...transport.address import NoAddress
-from ..launcher.environment import on_this_node, rdma_devices
+from ..launcher.environment import on_this_node, rdma_devices, readers_of
 from ..launcher.first_process import FirstProcess
 from ..launcher.process_group import command_env, end_descendants
 from ..launcher.setup_command import SetUp
@@ -96,16 +96,6 @@ def limits() -> tuple[int, int, tuple[str, ...]]:
     return (
         resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0], rdma_devices()
     )  # fmt: skip
-
-
-READERS_ENV = "RRL_READERS"
-"""names of the readers that run beside an agent, with commas, whatever its launch file says; ``none``: none"""
-
-
-def readers_of(launch: Launch) -> tuple[str, ...]:
-    """In the order in which they are named."""
-    given = os.environ.get(READERS_ENV)
-    return tuple(name for name in given.split(",") if name != "none") if given else launch.readers
 
 
 @contextlib.asynccontextmanager

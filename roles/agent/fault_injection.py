@@ -17,15 +17,13 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 
 from msgspec import Struct
 
-from ...core.faults import Fault, FaultKind
+from ...core.faults import ANSWER_SENDING_S, Fault, FaultKind
 from ...core.launch import LAUNCH_ENV, Launch
 from ...core.processes import STEP_MODULE, Process, look, processes, send
 from ...transport.messages import Inject, Injected
 from ..launcher.first_process import FirstProcess
 from ..launcher.process_group import kill_group
 
-TOLD = 0.5
-"""s for the answer to leave before whoever gives it ends: zmq sends in a thread of its own, within ms"""
 HELD = ".held"
 """Suffix of the launch file's name while a holder stops and continues its step: whoever comes after a holder that was
 killed lets the step go (:func:`let_go`)."""
@@ -173,7 +171,7 @@ class Injector:
             await self._hold(fault, launch, self._first.me, None)
         elif fault.kind in fatal:
             await self._answer(fault, launch, True, f"{fatal[fault.kind].name} to pid {os.getpid()}")
-            await asyncio.sleep(TOLD)
+            await asyncio.sleep(ANSWER_SENDING_S)
             os.kill(os.getpid(), fatal[fault.kind])
         else:
             raise NotPerformed(f"an agent cannot have {fault.kind}")

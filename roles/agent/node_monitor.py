@@ -28,8 +28,7 @@ from ...health.readers.base import ReaderOptions
 from ...health.readers.isolation.client import Keeper
 from ...health.readers.samples import DcgmData, Gpu, NvmlData
 from ...transport.messages import Found
-from ..launcher.environment import boot_id, slurms_gpus
-from .admission import readers_of
+from ..launcher.environment import boot_id, readers_of, slurms_gpus
 
 _MOST = 1 << 20
 """bytes; what is longer is none of ours"""

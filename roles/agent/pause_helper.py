@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP, Signals
 
+from ...core.faults import ANSWER_SENDING_S
 from ...core.processes import Process, look, open_pidfd
 from ..launcher.process_group import kill_group
-from .fault_injection import TOLD
 
 PERIOD = 0.1
 """s from one stop to the next of what is slowed: far below every beat, so that it looks slow and not dead"""
@@ -44,7 +44,7 @@ def main() -> int:
     with _marked(mark):
         _say(f"SIGSTOP to {_named(target, mark)}" + (f", {share:g} of the time left to it" if share else ""))
         if mark is None:
-            time.sleep(TOLD)  # the agent passes this on before it is stopped
+            time.sleep(ANSWER_SENDING_S)  # the agent passes this on before it is stopped
         try:
             _hold(target, mark is not None, share, time.monotonic() + seconds if seconds else float("inf"), watched)
         finally:

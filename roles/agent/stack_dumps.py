@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import sysconfig
 from pathlib import Path
@@ -38,14 +37,6 @@ _REASON = 200
 """characters of py-spy's own words"""
 _PYTHON = ("python", "pypy")
 _STATES = {"R": "running", "S": "sleeping", "D": "disk sleep", "T": "stopped", "t": "traced", "Z": "zombie"}
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
-
-def let_others_look() -> None:
-    """Let processes of our own user read this one (prctl(2), PR_SET_PTRACER): where Yama's ptrace_scope is 1, as on
-    Ubuntu, only ancestors could, and the agent is none. Where there is no Yama this does nothing."""
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 async def take(launch_file: str, agent: Life, order: TakeStacks, py_spy: str = "") -> Stacks:

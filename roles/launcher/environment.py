@@ -15,6 +15,9 @@ ADDRESS_ENV = "RRL_ADDRESS"
 """where a role listens for others: chosen once, by its first process"""
 GPUS_ENV = "RRL_GPUS"
 """Slurm's numbers of the GPUs on this node that this step was given, with commas; unset where Slurm gave none"""
+READERS_ENV = "RRL_READERS"
+"""names of the readers that run beside an agent, separated by commas, instead of those in its launch file; ``none``:
+no reader"""
 _OF_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """what Slurm gave this step, as libraries read it; the manager could not know"""
@@ -35,6 +38,12 @@ def on_this_node(launch: Launch) -> dict[str, str]:
 def boot_id() -> str:
     """Of this node: another one after each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def readers_of(launch: Launch) -> tuple[str, ...]:
+    """Return the names of the readers that run beside the agent of ``launch``, in the order in which they are named."""
+    given = os.environ.get(READERS_ENV)
+    return tuple(name for name in given.split(",") if name != "none") if given else launch.readers
 
 
 def slurms_gpus() -> str:

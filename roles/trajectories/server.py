@@ -19,10 +19,9 @@ from ...core.text import refusing
 from ...core.types import Life
 from ...transport.control.endpoints import Incoming, Listener
 from ...transport.control.sockets import CONTROL, TO_STORE
-from ...transport.messages import Peers
+from ...transport.messages import Holder, Peers
 from ..models.tasks import TaskError, load_task
 from ..models.tokenizer import open_tokenizer
-from .followers import Followers, report_and_look
 from .store import Store
 from .types import (
     Answer,
@@ -36,6 +35,7 @@ from .types import (
     Leased,
     LeaseScoring,
     LeaseWork,
+    NewestVersion,
     NotYet,
     PostScores,
     Prompt,
@@ -66,6 +66,12 @@ def answer(store: Store, request: Request) -> Answer:
             return report_and_look(store, request)
 
 
+def report_and_look(store: Store, request: FollowVersions) -> NewestVersion | NotYet | Denied:
+    """Report what the asker serves, and return the newest version that is known then."""
+    holder = Holder(request.life, request.serves or "", request.holds if request.serves else None)
+    return store.report_version(holder) or store.newest_version or NotYet()
+
+
 _LOOK = 0.2
 """s between two looks whether the manager asked us to stop"""
 
@@ -94,6 +100,65 @@ class _Parked(msgspec.Struct):
 
     incoming: Incoming
     until: float
+
+
+class _Following(msgspec.Struct):
+    """An open request for newer versions than the asker knows, and until when it waits (loop time, s)."""
+
+    incoming: Incoming
+    until: float
+
+
+class Followers:
+    """The open ``FollowVersions`` requests at ``store``: one of each trainer and rollout, nearly all of the time.
+
+    They are kept apart from the requests that wait for work or batches: those are judged anew in every round of the
+    store, these only when the newest version or the membership changed, or when their wait is over. ``now`` is the
+    time of the server's loop, in seconds.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[Life, _Following] = {}
+        self._arrived: set[Life] = set()
+        self._told: NewestVersion | None = None
+        """the newest version when all requests were judged last"""
+        self._judge_all = False
+
+    def add(self, incoming: Incoming, now: float) -> None:
+        """Take in a request. An earlier one of the same life is dropped: its asker waits for this one."""
+        life = incoming.message.life
+        self._waiting[life] = _Following(incoming, now + incoming.message.wait)
+        self._arrived.add(life)
+
+    def membership_changed(self) -> None:
+        """Judge every request anew: a life that was unknown may be current by now, another one fenced."""
+        self._judge_all = True
+
+    @property
+    def due(self) -> float:
+        """When the first wait is over; inf: nobody waits."""
+        return min((waiting.until for waiting in self._waiting.values()), default=math.inf)
+
+    def answers(self, now: float) -> list[tuple[Incoming, Answer]]:
+        """Return the answers that can be given now; their requests do not wait any more."""
+        for life in self._arrived:
+            report_and_look(self._store, self._waiting[life].incoming.message)
+        changed = self._store.newest_version is not self._told
+        self._told = self._store.newest_version
+        lives = list(self._waiting) if changed or self._judge_all or self.due <= now else list(self._arrived)
+        self._judge_all = False
+        self._arrived.clear()
+        answers: list[tuple[Incoming, Answer]] = []
+        for life in lives:
+            waiting = self._waiting[life]
+            answer = report_and_look(self._store, waiting.incoming.message)
+            known = waiting.incoming.message.known
+            is_news = isinstance(answer, Denied) or (isinstance(answer, NewestVersion) and answer.version != known)
+            if is_news or waiting.until <= now:
+                answers.append((waiting.incoming, answer))
+                del self._waiting[life]
+        return answers
 
 
 class Server:

@@ -33,9 +33,10 @@ trains short answers more often than long ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 
+from ...core.types import Life
 from .state import Group, State
 
 _LOOKED_AT = 10
@@ -147,6 +148,23 @@ class Freshness:
         """The groups begun with these or older weights that cannot be bound yet, earliest last step first."""
         late = [group for group in self._unbound() if group.unscored and self.begun(group) <= weights]
         return sorted(late, key=lambda group: (self.begun(group), group.made.group))
+
+    def described(self, weights: int, holder: Callable[[int], Life | None]) -> str:
+        """Describe the groups of :meth:`incomplete`, of which there must be one, for a person.
+
+        Names them, who works on the first of them (``holder`` gives the life that a trajectory is leased to), and the
+        last steps that may train them.
+        """
+        groups = self.incomplete(weights)
+        first, last = groups[0], groups[-1]
+        holders = sorted({str(life) for track in first.tracks if (life := holder(track.id)) is not None})
+        working = f" ({', '.join(holders)})" if holders else ""
+        steps = f"{self.last_step(first):g}"
+        if len(groups) == 1:
+            return f"group {first.made.group}{working}: its last step is {steps}"
+        if self.begun(first) != self.begun(last):
+            steps += f" to {self.last_step(last):g}"
+        return f"group {first.made.group}{working} and {len(groups) - 1} more: their last step is {steps}"
 
     def last_step(self, group: Group) -> float:
         """The last step that may train the group; inf: any."""

@@ -19,6 +19,7 @@ from ...core.types import Life
 from ...transport.messages import Holder
 from .leases import Believed, Leases
 from .log import Durable
+from .prompts import UNASKABLE, ItemPrompts
 from .records import (
     Audit,
     Commitment,
@@ -54,10 +55,6 @@ from .versions import VersionDirectory, is_publisher
 
 METRICS_PER_ANSWER = 256
 """steps: about 100 KB, where a trainer tells a dozen figures"""
-UNASKABLE = "no prompt could be made of the item"
-"""the reason of each group that was dropped before it was begun"""
-ALL_UNASKABLE = 32
-"""items in a row without a prompt, after which it is not the items' fault: the task's, or its service's"""
 
 
 class Store:
@@ -91,13 +88,8 @@ class Store:
         self._per_batch = groups_per_batch
         self._most_unbound = (max_ahead_batches + 1) * groups_per_batch
         self._max_new = max_new_tokens
-        self._next_prompt = next_prompt
+        self._prompts = ItemPrompts(next_prompt)
         self._keep_uncommitted = keep_uncommitted
-        self._unaskable = 0
-        """items in a row"""
-        self._to_say: str | None = None
-        """of the first such item, once in this life"""
-        self._said = False
         self._newest_weights: int | None = None
         """step of the newest weights that a rollout had when it asked for work, in this life"""
         self._believed = Believed()
@@ -267,26 +259,11 @@ class Store:
 
     def _prompt(self, number: int) -> Prompt | None:
         """None: there is none, and the item is dropped. Raises ValueError when that is so of ALL_UNASKABLE in a row."""
-        try:
-            prompt = self._next_prompt(number)
-        except Exception as error:  # whatever a user's task raises: one item of it must not end the run
-            self._cannot_ask(number, error)
-            return None
-        self._unaskable = 0
+        prompt = self._prompts.prompt(number)
+        if prompt is None:
+            self._durable.write(Made(number, self._state.next_trajectory, self._group_size, number, b""))
+            self._durable.write(Dropped(number, self._group_size, UNASKABLE))
         return prompt
-
-    def _cannot_ask(self, number: int, error: Exception) -> None:
-        why = str(error) if isinstance(error, ValueError) else repr(error)
-        self._unaskable += 1
-        if self._unaskable == ALL_UNASKABLE:
-            raise ValueError(f"{ALL_UNASKABLE} items of [task] in a row, up to item {number}, have no prompt; the last"
-                             f" one: {why}") from error  # fmt: skip
-        if not self._said:
-            self._said = True
-            self._to_say = (f"warning: item {number} of [task] is dropped: {why}; others without a prompt are dropped"
-                            " too, and counted in the audit")  # fmt: skip
-        self._durable.write(Made(number, self._state.next_trajectory, self._group_size, number, b""))
-        self._durable.write(Dropped(number, self._group_size, UNASKABLE))
 
     def _is_of(self, track: Track, life: Life) -> bool:
         """Leased to it; or to nobody, and nobody else has written since: its lease was lost when we restarted."""
@@ -418,8 +395,7 @@ class Store:
 
     def warning(self) -> str | None:
         """Something that a person should know of, once."""
-        said, self._to_say = self._to_say, None
-        return said or self._freshness.warning()
+        return self._prompts.warning() or self._freshness.warning()
 
     def end(self, reason: str) -> None:
         """The run is complete: drop all that no committed step holds."""
@@ -480,7 +456,7 @@ class Store:
         if self._state.latest - self._state.committed > self._keep_uncommitted:
             return f"the trainer waits for the commit of step {self._state.committed + 1}"
         if (weights := self._freshness.blocked()) is not None:
-            return f"the trainer waits for {self._described(self._freshness.incomplete(weights))}"
+            return f"the trainer waits for {self._freshness.described(weights, self._writing.holder)}"
         if (missing := self._per_batch - len(self._ready)) <= 0:
             return None
         oldest, newest = self._freshness.oldest_allowed, self._newest_weights
@@ -490,18 +466,6 @@ class Store:
                 f" least once in {self._freshness.publish_every} steps"
             )
         return f"the trainer waits for {missing} more of the {self._per_batch} groups of step {number}"
-
-    def _described(self, groups: Sequence[Group]) -> str:
-        """The groups, who works on the first of them, and their last steps."""
-        first, last = groups[0], groups[-1]
-        holders = sorted({str(life) for track in first.tracks if (life := self._writing.holder(track.id)) is not None})
-        working = f" ({', '.join(holders)})" if holders else ""
-        steps = f"{self._freshness.last_step(first):g}"
-        if len(groups) == 1:
-            return f"group {first.made.group}{working}: its last step is {steps}"
-        if self._freshness.begun(first) != self._freshness.begun(last):
-            steps += f" to {self._freshness.last_step(last):g}"
-        return f"group {first.made.group}{working} and {len(groups) - 1} more: their last step is {steps}"
 
     def commit(
         self, life: Life, number: int, manifest: dict[str, Any], digest: str, metrics: dict[str, float] | None = None

@@ -28,8 +28,7 @@ from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
 from ...transport.weights.manifest import Describing, TensorSpec, layout
 from ...transport.weights.store import Held
-from ..agent.stack_dumps import let_others_look
-from ..launcher.process_group import step_up
+from ..launcher.process_group import let_others_look, step_up
 from ..trajectories.batches import unpacked
 from ..trajectories.types import Batch, Item, PackedBatch, Score, Segment, ToScore
 from .checkpoint_files import Digest, fresh_folder, make_durable, verified

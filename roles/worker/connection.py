@@ -29,8 +29,9 @@ from ...core.types import NodeName, ReplicaId, Version
 from ...transport import messages as msg
 from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
-from ...transport.weights.base import Pipe, open_pipe
+from ...transport.weights.base import Pipe
 from ...transport.weights.pull import Pace, PullFailed, pull, sources
+from ...transport.weights.select import open_pipe
 from ...transport.weights.store import Held, WeightStore
 from ..launcher.environment import ADDRESS_ENV
 from ..launcher.gpus import held_gpus_within

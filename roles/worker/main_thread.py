@@ -16,11 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ...core.faults import Fault, FaultKind
+from ...core.faults import ANSWER_SENDING_S, Fault, FaultKind
 from ...core.launch import Launch
 from ...core.types import Life, NodeName, ProbeResult
 from ...transport.messages import Inject, Injected, Probe, Probed
-from ..agent.fault_injection import TOLD
 
 NEEDED = 64 * 2**20
 """bytes: twice the most that malloc takes from what it holds (mallopt(3), M_MMAP_THRESHOLD), so that the kernel is
@@ -48,7 +47,7 @@ class OwnFaults:
             self._answer(fault, False, f"{order.tag} was meant; this is {self.launch.tag}")
         elif fault.kind is FaultKind.EXIT:
             self._answer(fault, True, f"it ends itself with exit code {fault.amount:g}")
-            self._soon(TOLD, lambda: os._exit(int(fault.amount)))
+            self._soon(ANSWER_SENDING_S, lambda: os._exit(int(fault.amount)))
         elif fault.kind not in (FaultKind.EXCEPTION, FaultKind.ENGINE_DEAD, FaultKind.OUT_OF_MEMORY):
             self._answer(fault, False, f"a role cannot do {fault.kind} to itself")
         elif self._waiting is not None:
@@ -68,7 +67,7 @@ class OwnFaults:
             return
         if fault.kind is FaultKind.EXCEPTION:
             self._answer(fault, True, "InjectedError is raised in the role's thread")
-            time.sleep(TOLD)
+            time.sleep(ANSWER_SENDING_S)
             raise InjectedError(f"injected fault {fault.id}")
         self._answer(fault, True, "its calls of the worker API block; it goes on to beat")
         threading.Event().wait(fault.seconds or None)

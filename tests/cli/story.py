@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.launch import ExitReason
 from rrl.core.run_dir import RunDir
@@ -38,7 +39,7 @@ NODES = dict(zip(REPLICAS, ("n1", "n1", "n2", "n3", "n4"), strict=True))
 
 
 def job_view(steps: int = 40, cluster: str = "local") -> JobView:
-    view = Job.model_validate(tomllib.loads(JOB)).view("/venv/bin/python")
+    view = resolve(Job.model_validate(tomllib.loads(JOB)), "/venv/bin/python")
     return msgspec.structs.replace(view, steps=steps, cluster=cluster)
 
 

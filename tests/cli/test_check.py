@@ -14,7 +14,8 @@ from rrl.core.run_dir import RUNS_ENV
 from rrl.tests.lab import model_folders
 from rrl.tests.spec.jobs import JOB
 from rrl.tests.spec.test_vllm_arguments import fake_vllm
-from rrl.transport.weights.base import PACKAGES, Here
+from rrl.transport.weights.base import PACKAGES
+from rrl.transport.weights.select import Here
 
 SINFO = r"printf '\036main*\0379\03764\037512000\037gpu:8\037idle\037infinite\0371-infinite\n'"
 CONFIG = "echo 'AccountingStorageEnforce = associations,limits,qos'; echo 'MaxStepCount = 40000'"

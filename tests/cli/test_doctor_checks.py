@@ -11,9 +11,8 @@ import typer.main
 
 from rrl.cli.commands import app
 from rrl.cli.doctor.catalogue import GROUPS, MEANINGS
-from rrl.cli.doctor.command import judge
+from rrl.cli.doctor.command import doctor_view, judge, tally
 from rrl.cli.doctor.facts import Accounts, Check, Facts, Partition, Partitions, Slurm, Trials, Wanted
-from rrl.cli.views.checks import doctor_view, tally
 from rrl.config.job.load import table_at
 from rrl.core.types import Verdict
 from rrl.docs import make_doctor

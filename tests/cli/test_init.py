@@ -10,6 +10,7 @@ import pytest
 from rrl.cli.doctor.facts import Accounts, Facts, Nodes, Partition, Partitions, Trials, Wanted
 from rrl.cli.job.init import job_toml, shape
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.manager.cluster.base import NodeState
 from rrl.roles.node_probe.host import Network, Unread
@@ -144,7 +145,7 @@ def test_the_roles_lie_on_the_nodes_that_are_there(
     assert (roles.rollout.replicas, job.cluster.spares, roles.trainer.exclusive) == (rollouts, spares, exclusive)
     fitting = [one for one in there.nodes if one.cpus >= node.cpus and one.memory >= node.mem]
     if fitting:
-        assert job.view("python").nodes <= len(fitting)
+        assert resolve(job, "python").nodes <= len(fitting)
     assert ("TOO LITTLE" in text) is not bool(fitting)
 
 

@@ -13,6 +13,7 @@ from rrl.cli import main
 from rrl.cli.run import start_check
 from rrl.cli.run.submit import watched
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve
 from rrl.core.run_dir import RUNS_ENV, RunDir, write_atomically
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap import start_failure as failures
@@ -59,7 +60,7 @@ def test_a_local_manager_that_dies_at_its_start_ends_the_wait_as_rejected(
     path.write_text(JOB)
     job = load_job(path)
     run = starting.create(job, path)
-    view = msgspec.structs.replace(job.view("python"), network=NOWHERE)
+    view = msgspec.structs.replace(resolve(job, "python"), network=NOWHERE)
     write_atomically(run.view, msgspec.json.encode(view))
     starting.start_manager(run, view)
     with pytest.raises(start_check.NeverBegan, match=rf"{run.id} is rejected: .*NoAddress: no interface with an addr"):

@@ -57,6 +57,21 @@ def test_every_import_goes_downwards_and_the_core_is_pure() -> None:
         ),
         ("manager/planner/capacity/allocations.py", "import time", "rrl.manager.planner is not allowed to import time"),
         ("manager/model/state.py", "import asyncio", "rrl.manager.model is not allowed to import asyncio"),
+        (
+            "manager/planner/deadlines.py",
+            "import rrl.manager.intake.admission",
+            "rrl.manager.planner is not allowed to import rrl.manager.intake",
+        ),
+        (
+            "health/checks/xid.py",
+            "import rrl.health.detection.watch",
+            "rrl.health.checks is not allowed to import rrl.health.detection",
+        ),
+        (
+            "roles/worker/api.py",
+            "import rrl.roles.agent.stack_dumps",
+            "rrl.roles.worker is not allowed to import rrl.roles.agent",
+        ),
     ],
 )
 def test_an_import_that_breaks_the_rules_is_found_and_named(copy: Path, where: str, line: str, named: str) -> None:

@@ -21,7 +21,8 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import SHADOW, Life, Outcome, ReplicaId
 from rrl.manager.model import events as ev
-from rrl.manager.model.state import State, Status, workers
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import State, Status
 from rrl.manager.storage.journal import Follower, replay
 from rrl.tests.lab.slurm import SlurmLab
 from rrl.tests.lab.supervisor import end_runs_with_caller

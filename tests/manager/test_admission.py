@@ -14,7 +14,8 @@ from rrl.manager.intake.admission import MEMLOCK_DEFAULT, GpusTaken, memory_lock
 from rrl.manager.intake.message_handler import explained, words_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Why
-from rrl.manager.model.state import NEVER_APPEARED, Replica, State, Status, finding_about
+from rrl.manager.model.queries import finding_about
+from rrl.manager.model.state import NEVER_APPEARED, Replica, State, Status
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, job
 from rrl.tests.manager.test_hearing import HELLO, LAUNCHED, R1, STEP, Hearing
 from rrl.transport.messages import AgentHello, Gone, Hello, Welcome

@@ -16,10 +16,11 @@ from rrl.core.run_spec import Resources
 from rrl.core.types import Life, NodeName, Outcome, ReplicaId
 from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, Refused
 from rrl.manager.execute.launch import write_launch
-from rrl.manager.intake.standby_promotion import mark_log, named_by
+from rrl.manager.intake.standby_promotion import mark_log
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Perform, Request, Rung, Why
-from rrl.manager.model.state import Allocation, State, Status, owner_of
+from rrl.manager.model.queries import named_by, owner_of
+from rrl.manager.model.state import Allocation, State, Status
 from rrl.tests.manager import test_hearing
 from rrl.tests.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.tests.manager.test_hearing import Hearing

@@ -26,8 +26,9 @@ from rrl.core.run_spec import HealthView, JobView, Limits, Recovery
 from rrl.core.types import AGENT, SHADOW, Outcome, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Decision, Fence, Launch, Outside, Release, Request, StopStep
+from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import State, Status, workers
+from rrl.manager.model.state import State, Status
 from rrl.manager.storage.journal import read_state, replay
 from rrl.tests.manager import virtual
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, in_parts, job

@@ -10,8 +10,9 @@ from rrl.core.types import AGENT, Outcome, ReplicaId, role_of
 from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
+from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import Status, workers
+from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.initial_request import first_asks
 from rrl.manager.planner.capacity.nodes import Rooms
 from rrl.manager.planner.deadlines import HOPELESS

@@ -15,8 +15,9 @@ from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, ga
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.model.queries import missing, progress, workers
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import NEVER_APPEARED, Replica, Status, missing, progress, workers
+from rrl.manager.model.state import NEVER_APPEARED, Replica, Status
 from rrl.manager.planner import plan
 from rrl.tests.manager.jobs import REWARD, RUN, STORE, TRAINER, command, commands, gang_job, in_parts
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests, rungs

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rrl.core.run_spec import Recovery
 from rrl.core.types import AGENT, ReplicaId, role_of
 from rrl.manager.model.actions import Fence
-from rrl.manager.model.state import Replica, Status, workers
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import Replica, Status
 from rrl.tests.manager.jobs import REWARD, STORE, TRAINER, job
 from rrl.tests.manager.world import World
 

@@ -14,8 +14,9 @@ from rrl.core.run_spec import Limits, Recovery
 from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, member_id, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Release, RestartAll, Rung, StopStep, Why
+from rrl.manager.model.queries import workers
 from rrl.manager.model.reduce_replicas import LONGEST_PAUSE
-from rrl.manager.model.state import Status, workers
+from rrl.manager.model.state import Status
 from rrl.manager.planner.deadlines import FINAL_GRACES
 from rrl.manager.planner.recovery.ladder import HELPER, POLICIES, depth
 from rrl.manager.planner.shutdown import said_at_the_end

@@ -10,7 +10,8 @@ from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.manager.cluster.base import RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Rung
-from rrl.manager.model.state import NEVER_APPEARED, Status, workers
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import NEVER_APPEARED, Status
 from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests
 

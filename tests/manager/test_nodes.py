@@ -10,7 +10,8 @@ from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Remedy, Re
 from rrl.manager.cluster.base import AllocationSeen, AllocationState, NodeSeen, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Fence, Launch, Outside, Readmit, Release, Request, Shrink, Undrain
-from rrl.manager.model.state import Status, workers
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.nodes import Rooms
 from rrl.manager.reporting.summary import account
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import JobView
@@ -25,7 +26,7 @@ RUN = "small-7"
 def view(tmp_path: Path, extra: str = "", cluster: str = "") -> JobView:
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace('"local"', f'"slurm"\n{cluster}') + extra)
-    return load_job(path).view("python")
+    return resolve(load_job(path), "python")
 
 
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Path:

@@ -14,9 +14,10 @@ from rrl.core.types import AGENT, NodeName, Outcome, ReplicaId, role_of
 from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Perform, Release, Request, Rung, StopStep
+from rrl.manager.model.queries import workers
 from rrl.manager.model.reduce_replicas import RETURN_PAUSE
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import Status, workers
+from rrl.manager.model.state import Status
 from rrl.manager.planner import Plan, plan
 from rrl.manager.planner.capacity.initial_request import REFUSALS
 from rrl.manager.planner.deadlines import HOPELESS, WALLTIME_MARGIN

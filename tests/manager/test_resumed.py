@@ -10,7 +10,7 @@ from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.cluster.base import AllocationSeen, AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Release, Request
-from rrl.manager.model.state import workers
+from rrl.manager.model.queries import workers
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, in_parts, job
 from rrl.tests.manager.world import World, requests
 

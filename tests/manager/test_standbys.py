@@ -10,8 +10,9 @@ from rrl.core.run_spec import Limits, Recovery, Resources
 from rrl.core.types import SHADOW, Life, NodeName, Outcome, member_id, replica_id
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.model.queries import owner_of, workers
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import First, Status, owner_of, workers
+from rrl.manager.model.state import First, Status
 from rrl.manager.planner import plan
 from rrl.manager.planner.capacity.nodes import Rooms
 from rrl.manager.planner.peer_directory import wire

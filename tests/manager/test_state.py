@@ -45,9 +45,10 @@ from rrl.manager.model.actions import (
     Undrain,
     Why,
 )
+from rrl.manager.model.queries import open_requests, workers
 from rrl.manager.model.reduce_replicas import RETURN_PAUSE
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import Lingering, State, Status, open_requests, workers
+from rrl.manager.model.state import Lingering, State, Status
 from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
 from rrl.tests.manager.world import found, lost
 

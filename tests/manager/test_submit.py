@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.run_spec import JobView
@@ -65,7 +66,7 @@ def test_a_submission_that_dies_tells_its_last_words(job: Job, source: Path, mon
     run = start.create(job, source)
     monkeypatch.setattr(start, "LOCAL_FOREVER", None)  # submitit cannot reckon with it
     with pytest.raises(OSError, match=r"^TypeError: "):
-        start.start_manager(run, job.view("python"))
+        start.start_manager(run, resolve(job, "python"))
 
 
 def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(

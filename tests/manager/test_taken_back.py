@@ -22,7 +22,8 @@ from rrl.core.types import (  # fmt: skip
 from rrl.manager.cluster.base import AllocationSeen, AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, Rung
-from rrl.manager.model.state import Status, workers
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.initial_request import REFUSALS
 from rrl.tests.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_parts, job
 from rrl.tests.manager.world import World, assert_nothing_is_left, requests

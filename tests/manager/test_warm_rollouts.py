@@ -10,8 +10,9 @@ from rrl.core.run_spec import JobView, Recovery, pool_nodes
 from rrl.core.types import Life, NodeName, Outcome, ReplicaId, replica_id, shadow_id, stands_for
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Launch, Request, Rung, StopStep
+from rrl.manager.model.queries import owner_of
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import Status, owner_of
+from rrl.manager.model.state import Status
 from rrl.manager.planner import plan
 from rrl.manager.planner.peer_directory import wire
 from rrl.tests.manager.jobs import NODE, RUN, TRAINER, gang_job

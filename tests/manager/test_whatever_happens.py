@@ -16,7 +16,8 @@ from rrl.core.types import Cause, NodeName
 from rrl.manager.cluster.base import AllocationState, NodeSeen, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
-from rrl.manager.model.state import Status, gangs, workers
+from rrl.manager.model.queries import gangs, workers
+from rrl.manager.model.state import Status
 from rrl.tests.manager.jobs import gang_job, in_parts
 from rrl.tests.manager.test_nodes import Nodes
 from rrl.tests.manager.world import found

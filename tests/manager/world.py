@@ -36,8 +36,9 @@ from rrl.core.types import (  # fmt: skip
 from rrl.manager.cluster.base import AllocationSeen, AllocationState, Ask, RejectReason
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Action, Fence, Finish, Launch, Outside, Perform, Release, Request, Rung, StopStep
+from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
-from rrl.manager.model.state import NEVER_APPEARED, State, Status, workers
+from rrl.manager.model.state import NEVER_APPEARED, State, Status
 from rrl.manager.planner import plan
 from rrl.tests.manager.jobs import RUN
 

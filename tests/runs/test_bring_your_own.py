@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rrl.config.job.load import load_job
+from rrl.config.job.resolve import resolve
 from rrl.core.run_spec import Limits
 from rrl.tests.lab.runs import TestRun, check_records, check_sound, submit_here
 
@@ -22,12 +23,12 @@ def _recovered(run: TestRun) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_a_shipped_job_is_right(path: Path) -> None:
-    assert load_job(path).view("python").roles
+    assert resolve(load_job(path), "python").roles
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_a_shipped_job_asks_slurm_no_more_often_than_the_default(path: Path) -> None:
-    assert load_job(path).view("python").limits.poll >= Limits().poll, "examples are copied to clusters"
+    assert resolve(load_job(path), "python").limits.poll >= Limits().poll, "examples are copied to clusters"
 
 
 @pytest.mark.torch

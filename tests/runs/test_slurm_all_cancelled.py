@@ -10,7 +10,7 @@ import pytest
 
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
-from rrl.manager.model.state import workers
+from rrl.manager.model.queries import workers
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

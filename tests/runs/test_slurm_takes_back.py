@@ -13,7 +13,8 @@ from rrl.core.types import ReplicaId
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request
-from rrl.manager.model.state import State, Status, workers
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import State, Status
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
 from rrl.tests.lab.slurm import SlurmLab
 

@@ -15,7 +15,8 @@ from rrl.core.phases import STANDBY
 from rrl.core.types import SHADOW, Life, ReplicaId, stands_for
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
-from rrl.manager.model.state import Replica, State, Status, workers
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import Replica, State, Status
 from rrl.tests.lab.local import crash
 from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, submit_here, submit_on
 from rrl.tests.lab.slurm import SlurmLab

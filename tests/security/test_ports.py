@@ -31,7 +31,8 @@ from rrl.tests.transport.weights.source import VERSION, content
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Down, Wanted
-from rrl.transport.weights.base import PipeError, open_pipe
+from rrl.transport.weights.base import PipeError
+from rrl.transport.weights.select import open_pipe
 
 SOON = 30.0
 """s; only a broken build waits for so long"""

@@ -18,7 +18,7 @@ from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Up
 from rrl.transport.weights import ucx
-from rrl.transport.weights.base import open_pipe
+from rrl.transport.weights.select import open_pipe
 from rrl.transport.weights.store import WeightStore
 
 HANDSHAKE_MS = 2000

@@ -9,6 +9,7 @@ import pytest
 
 from rrl.config.job.faults import MOST_RANDOM, FaultsTable, plan_faults
 from rrl.config.job.load import SpecError, load_job
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.faults import TRAITS, At, Fault, FaultKind, Hits, Misfit, Unfit, concrete, read_at, unfit
 from rrl.tests.spec.jobs import JOB
@@ -130,6 +131,6 @@ def test_what_cannot_be_is_told_with_its_line(tmp_path: Path) -> None:
         path.write_text(JOB.replace(old, new))
         with pytest.raises(SpecError, match=why):
             load_job(path)
-    view = Job.model_validate(tomllib.loads(JOB)).view("python")
+    view = resolve(Job.model_validate(tomllib.loads(JOB)), "python")
     assert [fault.id for fault in view.faults] == ["f0"]
     assert not view.faults_allowed

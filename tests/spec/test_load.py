@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rrl.config.job.load import SpecError, load_job, resolved
 from rrl.config.job.render import as_toml
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits
@@ -70,7 +71,7 @@ def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> N
 def test_the_manager_s_view_has_the_phases_as_the_job_moves_them(tmp_path: Path) -> None:
     own = '[phases.train]\nlongest = "8h"\n[phases."my eval"]\nlongest = "2h"\nprogresses = false\n'
     (tmp_path / "job.toml").write_text(JOB + own)
-    limits = load_job(tmp_path / "job.toml").view("python").limits
+    limits = resolve(load_job(tmp_path / "job.toml"), "python").limits
     train, mine = limits.phase("train"), limits.phase("my eval")
     assert (train.shortest, train.longest, train.computes) == (PHASES["train"].shortest, 28800.0, True)
     assert (mine.longest, mine.progresses, mine.waits_for) == (7200.0, False, None)
@@ -340,7 +341,7 @@ def test_a_rollout_is_kept_ready_where_there_are_spare_nodes(tmp_path: Path, old
     warm = JOB.replace("replicas = 2", "warm = true")
     assert complaint(tmp_path, warm.replace(old, new)) == expected
     (tmp_path / "job.toml").write_text(warm)
-    assert {role.name for role in load_job(tmp_path / "job.toml").view("python").roles if role.warm} == {
+    assert {role.name for role in resolve(load_job(tmp_path / "job.toml"), "python").roles if role.warm} == {
         "trainer", "rollout"
     }  # fmt: skip
 
@@ -435,7 +436,7 @@ def test_a_gang_is_for_the_trainer_and_for_programs_that_know_of_ranks(tmp_path:
     )
     text = JOB.replace("replicas = 2", 'replicas = 2\nranks = 2\ncommand = ["x"]').replace("rollout/0", "trainer/0.2")
     (tmp_path / "job.toml").write_text(text + "".join(gangs))
-    view = load_job(tmp_path / "job.toml").view("python")
+    view = resolve(load_job(tmp_path / "job.toml"), "python")
     assert {role.name: role.ranks for role in view.roles} == {
         "trajectories": 1, "reward": 2, "trainer": 3, "rollout": 2, "judge": 2
     }  # fmt: skip
@@ -452,7 +453,7 @@ def test_a_role_that_shares_its_node_has_no_allocation_of_its_own(tmp_path: Path
 
 def test_a_job_may_consist_of_a_role_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(NOTHING + OWN)
-    view = load_job(tmp_path / "job.toml").view("python")
+    view = resolve(load_job(tmp_path / "job.toml"), "python")
     assert [(role.name, role.kind, role.argv, role.service) for role in view.roles] == [
         ("judge", "command", ("./judge",), False)
     ]

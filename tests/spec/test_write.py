@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rrl.config.job.load import resolved
 from rrl.config.job.render import as_toml
+from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.units import duration_text, seconds, size, size_text
 from rrl.tests.spec.jobs import JOB
@@ -31,14 +32,14 @@ def test_what_is_written_of_a_form_without_a_pool_can_be_read_again(form: str) -
     before = job(cluster={"kind": "slurm", "form": form, "one_node_components": True})
     text = as_toml(before)
     after = Job.model_validate(tomllib.loads(text))
-    assert (after.view("python"), as_toml(after)) == (before.view("python"), text)
+    assert (resolve(after, "python"), as_toml(after)) == (resolve(before, "python"), text)
 
 
 def test_job_without_a_staleness_limit_is_written_and_read_again() -> None:
     before = job(sampling={"staleness": "unlimited"})
     after = Job.model_validate(tomllib.loads(as_toml(before)))
-    assert (after.sampling, after.view("python").staleness) == (before.sampling, None)
-    assert job().view("python").staleness == 4
+    assert (after.sampling, resolve(after, "python").staleness) == (before.sampling, None)
+    assert resolve(job(), "python").staleness == 4
 
 
 def test_every_default_is_written() -> None:

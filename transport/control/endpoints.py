@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import socket as net
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from zmq.utils.monitor import parse_monitor_message
 from ..keys import RunKeys
 from .handshake_limit import Gate
 from .sockets import CONTROL, DOMAIN, Bounds, Codec, Doorman, Wire, frame, harden
+
+Send = Callable[[bytes, Any, int | None], Coroutine[Any, Any, None]]
+"""Type of :meth:`Listener.send`: takes a peer, a message, and the id of the request that it answers (None: of none)."""
 
 LOOK_EVERY = 1.0
 """s between two calls of ``find`` while nobody answers"""

@@ -11,11 +11,11 @@ import msgspec
 from ....core.run_spec import Part
 from ....core.types import Outcome, gang_of
 from ...model.actions import Action, Fence, Finish, Release, Request, Rung, Why
-from ...model.state import Allocation, Replica, State, Status, gang, gangs, open_requests, workers
+from ...model.queries import gang, gangs, open_requests, workers
+from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import GRACES, NEVER, hopeless_from, succeeded_from
-from ..recovery.failure_class import SHOWN
 from .initial_request import REFUSALS, asks_for, first_request, gather, hopeless_start, nothing_held, refusals_of
-from .nodes import Rooms
+from .nodes import MAX_NAMED_NODES, Rooms
 from .placement import Assignment, nodes_for
 from .rotation import idle
 
@@ -186,9 +186,9 @@ def _without_nodes(
 def _left_nodes(state: State, part: Part) -> Iterator[str]:
     """Why those that there were are not used: what the run ends for, in the end."""
     left = [node for node in state.nodes.values() if node.excluded is not None and node.part in (part.name, "")]
-    yield from (f"{node.name} is excluded: {node.excluded}" for node in left[:SHOWN])
-    if len(left) > SHOWN:
-        yield f"and {len(left) - SHOWN} more"
+    yield from (f"{node.name} is excluded: {node.excluded}" for node in left[:MAX_NAMED_NODES])
+    if len(left) > MAX_NAMED_NODES:
+        yield f"and {len(left) - MAX_NAMED_NODES} more"
 
 
 def _left(state: State, role: str, without: list[Replica]) -> int:

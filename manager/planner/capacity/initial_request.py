@@ -14,8 +14,7 @@ from ...cluster.base import Ask
 from ...model.actions import Action, Finish, Request, Rung, Why
 from ...model.state import Allocation, Refusal, State
 from ..deadlines import NEVER
-from ..recovery.failure_class import unfit_nodes
-from .nodes import Rooms
+from .nodes import Rooms, unfit_nodes
 
 REFUSALS = 3
 """A request refused so often is not made again within the recovery window."""

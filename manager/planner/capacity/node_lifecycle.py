@@ -12,8 +12,9 @@ import re
 from ....core.types import NodeName
 from ...cluster.base import NodeState
 from ...model.actions import Decision, Drain, Exclude, Outside, Readmit, Shrink, Undrain, Why
+from ...model.queries import node_finding, workers
 from ...model.reduce_nodes import DRAIN, UNDRAIN
-from ...model.state import Allocation, Node, State, Status, node_finding, workers
+from ...model.state import Allocation, Node, State, Status
 from ..deadlines import NEVER
 from .nodes import HARDWARE, never_started
 

@@ -28,10 +28,10 @@ from ....core.types import (
     stands_for,
 )
 from ...cluster.base import NodeState
-from ...intake.admission import admits
 from ...model.actions import Shrink
+from ...model.queries import admits, gang, gangs, workers
 from ...model.reduce_nodes import DRAIN, GIVEN_BACK
-from ...model.state import Node, Replica, State, Status, gang, gangs, workers
+from ...model.state import Node, Replica, State, Status
 from ..deadlines import NEVER, succeeded_from
 from .warm_pool import Taken, holds_room, patient, ready_shadows, shadows_of, spareable, take  # fmt: skip
 
@@ -39,6 +39,8 @@ HARDWARE = frozenset({Cause.NODE, Cause.GPU, Cause.FABRIC, Cause.STORAGE})
 """causes for which a node is nobody's to use; what a process did says nothing of its node"""
 _LEAVES_THE_NODE = frozenset({Remedy.NONE, Remedy.RESTART})
 """remedies with which a node goes on"""
+MAX_NAMED_NODES = 4
+"""nodes named in a reason; the others are counted"""
 
 
 def condemns(finding: Finding) -> bool:
@@ -347,6 +349,18 @@ def asked_first(state: State, node: Node) -> bool:
 def never_started(state: State, node: NodeName) -> bool:
     """Its agent fails to start again and again, and never has: it will not say any more what the node can do."""
     return state.replica(replica_id(AGENT, node)).unstarted >= state.job.recovery.first_start
+
+
+def unfit_nodes(state: State) -> dict[NodeName, str]:
+    """Nodes on which no role can run, and why: in the probe's words, or those of an agent that never started."""
+    found: dict[NodeName, str] = {}
+    for name, node in state.nodes.items():
+        if node.probe:
+            found[name] = node.probe
+        elif asked_first(state, node) and never_started(state, name):
+            failures = state.replica(replica_id(AGENT, name)).failures
+            found[name] = failures[-1].why if failures else "its agent never started"
+    return found
 
 
 def rests(state: State, helper: Replica, now: float) -> bool:

@@ -14,7 +14,8 @@ from msgspec import Struct
 from ....core.launch import tag_of
 from ....core.types import AGENT, SHADOW, Life, ReplicaId, gang_of, replica_id, role_of
 from ...model.actions import Launch, Outside, StopStep, Why
-from ...model.state import Replica, State, Status, gang, missing
+from ...model.queries import gang, missing
+from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
 from .nodes import Rooms, Spot, rests
 from .warm_pool import Taken, engines_gone, patient, still_ending, take

@@ -12,7 +12,8 @@ from itertools import groupby
 from ....core.run_spec import Part
 from ....core.types import NodeName, ReplicaId, gang_of, role_of
 from ...model.actions import Decision, Fence, Release, Rung, Why
-from ...model.state import Allocation, Replica, State, Status, missing, workers
+from ...model.queries import missing, workers
+from ...model.state import Allocation, Replica, State, Status
 from ..deadlines import NEVER, pressing_from, succeeded_from
 from .node_lifecycle import to_be_drained
 from .nodes import Rooms

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from ....core.run_spec import RoleView
 from ....core.types import AGENT, Life, NodeName, ReplicaId, replica_id, role_of, shadow_id, stands_for
 from ...model.actions import Action, Launch, Outside, StopStep, Why
-from ...model.state import Replica, State, Status, at_work
+from ...model.queries import at_work
+from ...model.state import Replica, State, Status
 from ..deadlines import NEVER
 from .nodes import Rooms, Spot
 from .placement import Assignment, launch, on_its_node

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from ....core.phases import STANDBY
 from ....core.run_spec import RoleView
 from ....core.types import AGENT, SHADOW, NodeName, ReplicaId, gang_of, natural, role_of, stands_for
-from ...model.state import Lingering, Replica, State, Status, workers
+from ...model.queries import workers
+from ...model.state import Lingering, Replica, State, Status
 from ..deadlines import NEVER
 
 Taken = dict[NodeName, list[Replica]]

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ....core.types import AGENT, SHADOW, Flag, NodeName, Outcome, ReplicaId, gang_of, replica_id
+from ....core.types import AGENT, SHADOW, Flag, NodeName, Outcome, ReplicaId, gang_of
 from ...model.actions import Finish, Rung, Why
-from ...model.state import Replica, Start, State, Status, finding_about, node_finding, workers
-from ..capacity.nodes import Rooms, asked_first, never_started
+from ...model.queries import finding_about, node_finding, workers
+from ...model.state import Replica, Start, State, Status
+from ..capacity.nodes import MAX_NAMED_NODES, Rooms, unfit_nodes
 
 PROVED = 2
 """Tries after which a command that cannot be started is proved not to be there: on so many nodes, or on the only one
 that there is to try it on."""
-SHOWN = 4
-"""nodes named in a reason; the others are counted"""
 
 
 def not_there(state: State, rooms: Rooms) -> Finish | None:
@@ -62,18 +61,6 @@ def never_joined(state: State, replica: Replica, evidence: tuple[str, ...], dete
         within = f"within {state.job.limits.join:g} s"
         return (f"{replica.id} never joined {within}, {failed} times: is rrl.join() called?", *evidence)
     return (*evidence, f"{failed} starts of {replica.id} failed, and none has ever joined")
-
-
-def unfit_nodes(state: State) -> dict[NodeName, str]:
-    """Nodes on which no role can run, and why: in the probe's words, or those of an agent that never started."""
-    found: dict[NodeName, str] = {}
-    for name, node in state.nodes.items():
-        if node.probe:
-            found[name] = node.probe
-        elif asked_first(state, node) and never_started(state, name):
-            failures = state.replica(replica_id(AGENT, name)).failures
-            found[name] = failures[-1].why if failures else "its agent never started"
-    return found
 
 
 def nowhere(state: State) -> Finish | None:
@@ -119,7 +106,9 @@ def _tries(state: State, replica: Replica) -> list[tuple[str, NodeName]]:
 
 def _few(nodes: Iterable[NodeName]) -> str:
     names = list(dict.fromkeys(nodes))
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:MAX_NAMED_NODES]) + (
+        f" and {len(names) - MAX_NAMED_NODES} more" if len(names) > MAX_NAMED_NODES else ""
+    )
 
 
 def against_software(state: State, members: Sequence[Replica], failed: Replica, now: float) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from msgspec import Struct
 
 from ....core.types import AGENT, SHADOW, NodeName, ReplicaId, gang_of
 from ...model.actions import Rung
+from ...model.queries import workers
 from ...model.reduce_replicas import LONGEST_PAUSE
-from ...model.state import Replica, State, Status, workers
+from ...model.state import Replica, State, Status
 from ..capacity.nodes import Rooms
 from ..deadlines import GRACES
 

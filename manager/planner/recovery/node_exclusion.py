@@ -21,10 +21,10 @@ from msgspec import Struct
 from ....core.types import AGENT, SHADOW, Cause, Finding, NodeName, Remedy, role_of
 from ...cluster.base import NodeState
 from ...model.actions import Decision, Exclude, Why
-from ...model.state import Replica, State, Status, gravest, workers
-from ..capacity.nodes import Rooms, condemns
+from ...model.queries import gravest, workers
+from ...model.state import Replica, State, Status
+from ..capacity.nodes import Rooms, condemns, unfit_nodes
 from ..deadlines import NEVER
-from .failure_class import unfit_nodes
 
 
 def condemn(state: State, rooms: Rooms) -> list[Exclude]:

@@ -16,8 +16,9 @@ import msgspec
 
 from ....core.types import AGENT, Life, NodeName, Outcome, ReplicaId, gang_of
 from ...model.actions import Decision, Fence, Finish, RestartAll, Rung, Why
+from ...model.queries import finding_about
 from ...model.reduce_commands import REQUEUE
-from ...model.state import Replica, State, Status, finding_about
+from ...model.state import Replica, State, Status
 from ..capacity.nodes import Rooms
 from .failure_class import against_software, all_given_up, never_joined, not_there, nowhere, rejected
 from .ladder import HELPER, HELPERS, POLICIES, Case, can_spare, depth, often, whole_spent

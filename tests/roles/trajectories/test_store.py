@@ -10,7 +10,7 @@ import pytest
 
 from rrl.core.types import Version
 from rrl.roles.trajectories.log import Superseded
-from rrl.roles.trajectories.store import ALL_UNASKABLE, UNASKABLE
+from rrl.roles.trajectories.prompts import ALL_UNASKABLE, UNASKABLE
 from rrl.roles.trajectories.types import (
     Bound,
     CommittedState,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrl.core.types import Life, Version, member_id
-from rrl.roles.trajectories.followers import Followers
+from rrl.roles.trajectories.server import Followers
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Answer, Denied, FollowVersions, NewestVersion, NotYet
 from rrl.roles.trajectories.versions import MAX_HOLDERS

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rrl.tests.transport.weights.piping import KINDS, SECRET, SOON
-from rrl.transport.weights.base import Pipe, open_pipe
+from rrl.transport.weights.base import Pipe
+from rrl.transport.weights.select import open_pipe
 
 collect_ignore = [f"test_{kind}.py" for kind in ("nixl", "ucx") if kind not in KINDS]
 """each of these opens pipes of its kind by name"""

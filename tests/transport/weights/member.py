@@ -54,9 +54,10 @@ from rrl.tests.transport.weights.orders import (
 from rrl.tests.transport.weights.source import content
 from rrl.transport import messages as msg
 from rrl.transport.keys import RunKeys
-from rrl.transport.weights.base import Pipe, open_pipe
+from rrl.transport.weights.base import Pipe
 from rrl.transport.weights.manifest import Describing
 from rrl.transport.weights.pull import PullFailed
+from rrl.transport.weights.select import open_pipe
 from rrl.transport.weights.store import Held, WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 

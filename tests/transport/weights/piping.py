@@ -13,9 +13,10 @@ from typing import Any
 from rrl.core.types import Life, ReplicaId, Version
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
-from rrl.transport.weights.base import STARVED_BY, Pipe, PipeError, open_pipe
+from rrl.transport.weights.base import STARVED_BY, Pipe, PipeError
 from rrl.transport.weights.manifest import Manifest
 from rrl.transport.weights.pull import Pace
+from rrl.transport.weights.select import open_pipe
 from rrl.transport.weights.store import WeightStore
 
 PIPES_ENV = "RRL_TEST_PIPES"

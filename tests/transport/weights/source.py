@@ -12,9 +12,10 @@ import sys
 
 from rrl.core.types import Life, ReplicaId, Version
 from rrl.transport.messages import Holder
-from rrl.transport.weights.base import Pipe, open_pipe
+from rrl.transport.weights.base import Pipe
 from rrl.transport.weights.manifest import Manifest, describe
 from rrl.transport.weights.pull import Pace, pull
+from rrl.transport.weights.select import open_pipe
 from rrl.transport.weights.store import WeightStore
 
 VERSION = Version(3, 1)

@@ -23,7 +23,7 @@ from rrl.tests.transport.weights.piping import CHUNK, SECRET, SIZE, SOON, calm, 
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.tcp_inspection import listening
 from rrl.transport.weights import base as pipes
-from rrl.transport.weights import nixl, nixl_memory, protocol
+from rrl.transport.weights import nixl, nixl_memory, protocol, select
 from rrl.transport.weights.base import Line, PipeError, shake_hands
 from rrl.transport.weights.nixl import NixlPipe
 from rrl.transport.weights.nixl_memory import SLOT_BYTES, Claim, Reads, Remote
@@ -523,7 +523,7 @@ def test_a_transport_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_nixl_is_missed_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipes.PACKAGES, "nixl", ("no_such_package",))
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
-        pipes.open_pipe("nixl", SECRET, trusted_network=True)
+        select.open_pipe("nixl", SECRET, trusted_network=True)
     with pytest.raises(ImportError, match=r"\.\[nixl\]"):
         nixl_memory.Reads("127.0.0.1")
 

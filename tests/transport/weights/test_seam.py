@@ -14,10 +14,11 @@ from rrl.core.types import Life, ReplicaId
 from rrl.tests.transport.weights.piping import KINDS
 from rrl.tests.transport.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
-from rrl.transport.weights import base as pipes
 from rrl.transport.weights import pull as swarm
-from rrl.transport.weights.base import Here, PipeError, Untrusted, deadline, open_pipe
+from rrl.transport.weights import select
+from rrl.transport.weights.base import PipeError, deadline
 from rrl.transport.weights.pull import pull
+from rrl.transport.weights.select import Here, Untrusted, open_pipe
 from rrl.transport.weights.store import WeightStore
 
 SECRET = b"s" * 32
@@ -99,14 +100,14 @@ NO_RDMA = Here(frozenset({"ucx", "nixl"}), ())
 def test_ucx_uses_tcp_only_by_name_and_on_a_trusted_network(
     kind: str, here: Here, trusted: bool, expected: str, over_tcp: bool
 ) -> None:
-    choice = pipes.choose(kind, here, trusted)
+    choice = select.choose(kind, here, trusted)
     assert (choice.kind, choice.over_tcp) == (expected, over_tcp)
 
 
 @pytest.mark.parametrize("kind", ["ucx", "nixl"])
 def test_ucx_without_rdma_on_an_untrusted_network_is_refused(kind: str) -> None:
     with pytest.raises(Untrusted, match="trusted_network = true"):
-        pipes.choose(kind, NO_RDMA, trusted_network=False)
+        select.choose(kind, NO_RDMA, trusted_network=False)
     with pytest.raises(Untrusted):
         open_pipe(kind, SECRET, here=NO_RDMA)
 
@@ -154,7 +155,7 @@ def test_pipes_closed_in_mid_pull_leave_no_thread_and_no_complaint(kind: str, ca
 
 def test_an_unknown_pipe_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match='"auto", "ucx", "tcp" or "nixl"'):
-        pipes.choose("pigeon", NO_RDMA, trusted_network=False)
+        select.choose("pigeon", NO_RDMA, trusted_network=False)
 
 
 def test_defaults_leave_room_for_a_retry_within_a_pull() -> None:

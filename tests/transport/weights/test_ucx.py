@@ -24,7 +24,7 @@ from rrl.transport.weights.ucx_settings import SETTINGS
 SOON = 60.0
 OPEN = """
 import asyncio, os
-from rrl.transport.weights.base import open_pipe
+from rrl.transport.weights.select import open_pipe
 from rrl.transport.weights.store import WeightStore
 from rrl.transport.weights.ucx_settings import SETTINGS
 

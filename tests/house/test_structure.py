@@ -1,0 +1,362 @@
+"""The product keeps the layout of CONTRIBUTING.md: no import circles, small folders, files of one idea, one name each.
+
+Files are parsed, not imported. ``lint-imports`` (test_layers.py) checks the direction of imports between packages; it
+does not see a circle within one package.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cli", "config", "core", "health", "manager", "roles", "slurm_templates", "transport")
+NOT_ENTRIES = ("__init__.py", "__pycache__")
+MAX_ENTRIES = 12
+"""files and folders in a folder: what a reader takes in at one look"""
+MAX_LINES = 500
+"""lines of a file: one idea"""
+SHORT_LINES = 60
+"""lines below which a file is short: such a helper reads better in the module that uses it"""
+MAX_SHORT_SHARE = 0.1
+"""share of files that may be short"""
+REPEATED_NAMES = {
+    "admission": "of a node: what the manager makes of a Hello, and what the agent looks at before it sends one",
+    "base": "the protocol of a package of interchangeable parts",
+    "check": "rrl check of a job, rrl health check of a node",
+    "client": "the asking side of a package with a server or supervisor",
+    "command": "rrl doctor, rrl logs: the command itself in a package of its parts",
+    "commands": "rrl's own commands, Slurm's commands",
+    "connection": "of a worker to the manager, of a client to the snapshot server",
+    "drain_requests": "the report of drain requests, and the command that prints it",
+    "engine": "the protocol of engines, and vLLM's",
+    "fabric": "the reader and the check of one subject",
+    "fault_injection": "the manager's half and the agent's half",
+    "faults": "kinds of faults, and their table in job.toml",
+    "files": "log files as the launcher writes them, and as rrl logs reads them",
+    "framing": "on a pipe to a reader process, on a connection",
+    "gpu": "the reader and the check of one subject",
+    "host": "the reader and the check of one subject, and the host as rrl doctor sees it",
+    "kernel_log": "the reader and the check of one subject",
+    "launch": "the launch file, and the manager's part that writes it",
+    "main": "entry point of a program",
+    "messages": "of the control plane, of the snapshot server",
+    "nodes": "of Slurm, of the planner",
+    "parsing": "of DCGM's output, of Slurm's",
+    "process_group": "of the operating system (launcher), of torch.distributed (trainer)",
+    "queries": "to NVML, to the manager's state",
+    "reader": "of DCGM, of NVML",
+    "records": "of heartbeats, of history files, of the trajectory log",
+    "render": "of a job.toml, of a Slurm template",
+    "server": "of snapshots, of trajectories",
+    "site": "the site's tables of job.toml, the site's report",
+    "state": "of a run, of the trajectory store",
+    "status": "the command and its view",
+    "store": "of trajectories, of weights",
+    "summary": "summary.json and its view",
+    "types": "vocabulary of the whole product, vocabulary of trajectories",
+    "xid_events": "the reader and the check of one subject",
+}
+"""module name that several packages use → why a reader is not misled (LAYOUT.md repeats these names)"""
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str
+    line: int
+
+
+class Product:
+    """Modules below a folder that stands for the package ``rrl``, and what they import of each other.
+
+    An import within a function counts: it only moves a circle to the first call. One for type checkers does not.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        found = [root / "__init__.py", *(path for name in PACKAGES for path in sorted((root / name).rglob("*.py")))]
+        self.files = {_module_of(path.relative_to(root)): path for path in found if path.exists()}
+        self.imports = [one for module, path in self.files.items() for one in self._imports_of(module, path)]
+
+    def _imports_of(self, module: str, path: Path) -> Iterator[Import]:
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in _without_type_checking(ast.parse(path.read_text(), path)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                source = _source(node, package)
+                names = [f"{source}.{alias.name}" for alias in node.names]
+                names = [name if name in self.files else source for name in names]
+            else:
+                continue
+            yield from {Import(module, name, node.lineno) for name in names if name in self.files and name != module}
+
+    def place(self, one: Import) -> str:
+        """Return file, line and target of an import, for a message."""
+        path = self.files[one.importer].relative_to(self.root)
+        return f"    {path}:{one.line} imports {one.imported.removeprefix('rrl.')}"
+
+
+def _module_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(("rrl", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def _source(node: ast.ImportFrom, package: str) -> str:
+    """Return the absolute name of what a ``from`` statement in ``package`` names."""
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")
+    base = parents[: len(parents) - node.level + 1]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def _without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below ``node`` but for the bodies of ``if TYPE_CHECKING:``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield from _without_type_checking(other)
+        else:
+            yield child
+            yield from _without_type_checking(child)
+
+
+# ── import circles ───────────────────────────────────────────────────────────────────────────────────────────────────
+def circles(imports: Mapping[tuple[str, str], list[Import]], product: Product) -> list[str]:
+    """Describe each circle: its members, every import between them, and how to open it.
+
+    Args:
+        imports: (importer, imported), as modules or as sub-packages → the import statements.
+        product: Names the files of the statements.
+    """
+    found = []
+    for members in _strongly_connected({key for key in imports if key[0] != key[1]}):
+        inside = [one for (a, b), those in imports.items() if a != b and {a, b} <= members for one in those]
+        found.append("\n".join((
+            f"circle of {', '.join(sorted(members))}: move what both sides need to a module below them, or a function"
+            " to the side that uses it; these imports are in it:",
+            *sorted(product.place(one) for one in inside),
+        )))  # fmt: skip
+    return found
+
+
+def _strongly_connected(edges: set[tuple[str, str]]) -> list[set[str]]:
+    """Return the sets of two and more nodes of which each reaches each."""
+    after: dict[str, set[str]] = defaultdict(set)
+    for start, end in edges:
+        after[start].add(end)
+    reached = {node: _reached(node, after) for node in list(after)}
+    groups = {frozenset({node} | {other for other in those if node in reached.get(other, ())})
+              for node, those in reached.items()}  # fmt: skip
+    return sorted((set(group) for group in groups if len(group) > 1), key=sorted)
+
+
+def _reached(start: str, after: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(after.get(start, ()))
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(after.get(node, ()))
+    return found
+
+
+def module_circles(product: Product) -> list[str]:
+    imports: dict[tuple[str, str], list[Import]] = defaultdict(list)
+    for one in product.imports:
+        imports[one.importer, one.imported].append(one)
+    return circles(imports, product)
+
+
+def package_circles(product: Product) -> list[str]:
+    """Describe the circles between the members of each package: its sub-packages, and the modules beside them."""
+    found = []
+    for package in (name for name, path in product.files.items() if path.name == "__init__.py"):
+        imports: dict[tuple[str, str], list[Import]] = defaultdict(list)
+        for one in product.imports:
+            ends = [_member(module, package) for module in (one.importer, one.imported)]
+            if all(ends):
+                imports[ends[0], ends[1]].append(one)
+        found += circles(imports, product)
+    return found
+
+
+def _member(module: str, package: str) -> str:
+    """Return the member of ``package`` that is, or holds, this module; empty: none, or the package itself."""
+    if not module.startswith(f"{package}."):
+        return ""
+    return f"{package}.{module.removeprefix(f'{package}.').partition('.')[0]}"
+
+
+# ── folders, files and names ─────────────────────────────────────────────────────────────────────────────────────────
+def crowded_folders(root: Path) -> list[str]:
+    found = []
+    for folder in (folder for name in PACKAGES for folder in [root / name, *(root / name).rglob("*")]):
+        if folder.is_dir() and folder.name != "__pycache__":
+            entries = sorted(path.name for path in folder.iterdir() if path.name not in NOT_ENTRIES)
+            if len(entries) > MAX_ENTRIES:
+                found.append(f"{folder.relative_to(root)} has {len(entries)} entries, {MAX_ENTRIES} at most: give what"
+                             f" belongs together a folder, or merge it: {', '.join(entries)}")  # fmt: skip
+    return found
+
+
+def _lengths(product: Product) -> dict[Path, int]:
+    """Return the lines of each file that is not empty."""
+    lengths = {path.relative_to(product.root): len(path.read_text().splitlines()) for path in product.files.values()}
+    return {path: lines for path, lines in lengths.items() if lines}
+
+
+def long_files(product: Product) -> list[str]:
+    return [
+        f"{path} has {lines} lines, {MAX_LINES} at most: move its second idea to a module of its own"
+        for path, lines in _lengths(product).items()
+        if lines > MAX_LINES
+    ]
+
+
+def short_files(product: Product) -> list[str]:
+    """Return nothing where few enough files are short."""
+    lengths = _lengths(product)
+    short = sorted((lines, path) for path, lines in lengths.items() if lines < SHORT_LINES)
+    if len(short) < MAX_SHORT_SHARE * len(lengths):
+        return []
+    return [
+        f"{len(short)} of {len(lengths)} files have fewer than {SHORT_LINES} lines, less than one in"
+        f" {1 / MAX_SHORT_SHARE:.0f} may: merge a helper into the only module that uses it",
+        *(f"    {path} ({lines})" for lines, path in short),
+    ]
+
+
+def misleading_names(product: Product) -> list[str]:
+    """Describe the names of several modules that are not in REPEATED_NAMES, and what in there is not repeated."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for path in product.files.values():
+        if path.name != "__init__.py":
+            paths[path.stem].append(str(path.relative_to(product.root)))
+    twice = [
+        f"{' and '.join(those)} have the same name: rename one by what is in it, or say in REPEATED_NAMES why nobody"
+        " is misled"
+        for name, those in paths.items()
+        if len(those) > 1 and name not in REPEATED_NAMES
+    ]
+    return twice + [f"{name} of REPEATED_NAMES is not repeated any more: remove it from there"
+                    for name in REPEATED_NAMES if len(paths[name]) < 2]  # fmt: skip
+
+
+# ── the product ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture(scope="module")
+def product() -> Product:
+    return Product(ROOT)
+
+
+def test_every_import_of_the_product_is_found(product: Product) -> None:
+    assert len(product.files) > 200
+    assert len(product.imports) > 1000
+    known = {(one.importer, one.imported) for one in product.imports}
+    assert ("rrl.manager.runtime", "rrl.manager.planner") in known
+    assert ("rrl.cli.main", "rrl.cli.commands") in known, "an import within a function"
+
+
+def test_no_module_is_in_an_import_circle(product: Product) -> None:
+    assert not (found := module_circles(product)), "\n".join(found)
+
+
+def test_no_sub_package_is_in_an_import_circle(product: Product) -> None:
+    assert not (found := package_circles(product)), "\n".join(found)
+
+
+def test_no_folder_of_the_product_has_too_many_entries() -> None:
+    assert not (found := crowded_folders(ROOT)), "\n".join(found)
+
+
+def test_no_file_of_the_product_is_too_long(product: Product) -> None:
+    assert not (found := long_files(product)), "\n".join(found)
+
+
+def test_few_files_of_the_product_are_short(product: Product) -> None:
+    assert not (found := short_files(product)), "\n".join(found)
+
+
+def test_no_two_modules_share_a_name_without_a_reason(product: Product) -> None:
+    assert not (found := misleading_names(product)), "\n".join(found)
+
+
+# ── the checks themselves ────────────────────────────────────────────────────────────────────────────────────────────
+def planted(root: Path, files: Mapping[str, str]) -> Product:
+    """Write ``files`` (path → text) and an ``__init__.py`` into each of their folders."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for folder in path.relative_to(root).parents:
+            (root / folder / "__init__.py").touch()
+    return Product(root)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from .b import f",
+        "from . import b",
+        "from rrl.core.b import f",
+        "import rrl.core.b",
+        "def g():\n    from .b import f",
+    ],
+)
+def test_a_circle_of_modules_is_found_and_named(tmp_path: Path, line: str) -> None:
+    product = planted(tmp_path, {"core/a.py": line, "core/b.py": "\nfrom .a import g"})
+    [found] = module_circles(product)
+    assert "circle of rrl.core.a, rrl.core.b" in found
+    assert "core/b.py:2 imports core.a" in found
+
+
+def test_an_import_for_type_checkers_makes_no_circle(tmp_path: Path) -> None:
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import B"
+    assert module_circles(planted(tmp_path, {"core/a.py": text, "core/b.py": "from .a import A"})) == []
+
+
+def test_a_circle_of_sub_packages_is_found_without_one_of_modules(tmp_path: Path) -> None:
+    files = {"health/x/a.py": "from ..y.b import f", "health/y/b.py": "", "health/y/c.py": "from ...health.x import d",
+             "health/x/d.py": ""}  # fmt: skip
+    product = planted(tmp_path, files)
+    assert module_circles(product) == []
+    [found] = package_circles(product)
+    assert "circle of rrl.health.x, rrl.health.y" in found
+    assert "health/y/c.py:1 imports health.x.d" in found
+
+
+def test_a_thirteenth_entry_of_a_folder_is_found(tmp_path: Path) -> None:
+    full = {f"core/m{number}.py": "" for number in range(MAX_ENTRIES - 1)} | {"core/sub/m.py": ""}
+    planted(tmp_path, full)
+    assert crowded_folders(tmp_path) == []
+    planted(tmp_path, {"core/table.csv": ""})
+    [found] = crowded_folders(tmp_path)
+    assert found.startswith("core has 13 entries")
+
+
+def test_a_file_that_is_one_line_too_long_is_found(tmp_path: Path) -> None:
+    product = planted(tmp_path, {"core/a.py": "pass\n" * MAX_LINES, "core/b.py": "pass\n" * (MAX_LINES + 1)})
+    [found] = long_files(product)
+    assert found.startswith("core/b.py has 501 lines")
+
+
+def test_every_tenth_file_that_is_short_is_found_and_empty_ones_do_not_count(tmp_path: Path) -> None:
+    files = {f"core/m{number}.py": "pass\n" * SHORT_LINES for number in range(10)}
+    assert short_files(planted(tmp_path, files | {"core/m0.py": "pass\n"})) != []
+    assert short_files(planted(tmp_path, files | {"core/m0.py": "pass\n" * SHORT_LINES, "core/m1.py": "pass\n",
+                                                  "core/m10.py": "pass\n" * SHORT_LINES})) == []  # fmt: skip
+
+
+def test_a_name_of_two_modules_without_a_reason_is_found(tmp_path: Path) -> None:
+    product = planted(tmp_path, {"core/thing.py": "", "roles/thing.py": "", "core/main.py": "", "roles/main.py": ""})
+    found = misleading_names(product)
+    assert found[0].startswith("core/thing.py and roles/thing.py have the same name")
+    assert "base of REPEATED_NAMES is not repeated any more: remove it from there" in found
+    assert not [line for line in found if line.startswith("main ")]
