@@ -1,4 +1,4 @@
-"""Print text, JSON, times and the version, to a terminal or to a file. Text of roles, nodes and users is always escaped."""
+"""Print text, JSON, times and the version. Text of roles, nodes and users is always escaped."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _stuck_in_driver(seen: Seen) -> str:
 _READERS_CHECK = Check(
     "readers", READERS, _judge_readers, "whether the readers of the node answer in time",
     "one does not: UNKNOWN; NVML does not for readers.stall s, nor does DCGM for as long, or a process is stuck"
-    " in its driver: FAIL, reboot", "NVSentinel (peers.md 5a, probe deadline)", any_reader=True,
+    " in its driver: FAIL, reboot", "NVSentinel (probe deadline)", any_reader=True,
 )  # fmt: skip
 
 CHECKS: tuple[Check, ...] = (

@@ -311,6 +311,10 @@ def _began(state: State) -> bool:
     return state.step >= 1
 
 
+COMPLETING_TIMEOUT_S = 120.0
+"""in which Slurm ends the processes of a job that was given back; its KillWait is 2 s here, but the machine is busy"""
+
+
 def torch(faults: int, tally: Tally) -> None:
     with SlurmLab.start(nodes=TORCH_NODES) as lab:
         toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
@@ -320,7 +324,10 @@ def torch(faults: int, tally: Tally) -> None:
         run = submit_on(lab, "soak", toml + TORCH)
         _begin(run)
         suffer(run, faults, tally, None)
-        if jobs := lab.jobs():
+        deadline = time.monotonic() + COMPLETING_TIMEOUT_S
+        while (jobs := lab.jobs()) and all(job.endswith("COMPLETING") for job in jobs) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if jobs:
             tally.orphans += len(jobs)
             print(f"ORPHANS in the queue: {jobs}", flush=True)
 
