@@ -1,4 +1,4 @@
-"""The product keeps the layout of CONTRIBUTING.md: no import circles, small folders, files of one idea, one name each.
+"""The product keeps its layout: no import circles, small folders, files of one idea, one name each.
 
 Files are parsed, not imported. ``lint-imports`` (test_layers.py) checks the direction of imports between packages; it
 does not see a circle within one package.
@@ -62,7 +62,7 @@ REPEATED_NAMES = {
     "types": "vocabulary of the whole product, vocabulary of trajectories",
     "xid_events": "the reader and the check of one subject",
 }
-"""module name that several packages use → why a reader is not misled (LAYOUT.md repeats these names)"""
+"""module name that several packages use → why a reader is not misled"""
 
 
 class Import(NamedTuple):
