@@ -104,7 +104,18 @@ def test_sigterm_unwinds_a_benchmark() -> None:
 def test_sigterm_tears_the_fixtures_of_a_pytest_session_down(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from rrl.tests.conftest import pytest_sessionstart as pytest_sessionstart\n")
     (tmp_path / "test_session.py").write_text(SESSION)
-    argv = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        str(tmp_path),
+    ]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert child.stdout is not None
     there = Path(next(line for line in child.stdout if line.startswith("/")).strip())
