@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and _LABS & set(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
     rank = {Path(__file__).parent / name: place for place, name in enumerate(LONG_FILES)}
+    if gone := [str(file) for file in rank if not file.exists()]:
+        raise pytest.UsageError(f"LONG_FILES names files that are not there: {', '.join(gone)}")
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
