@@ -33,8 +33,10 @@ class RulesError(Exception):
 
 
 def load_rules(path: Path | None = None) -> Rules:
-    """The rules of this file, or of the place where a site's lie; the defaults where there is none. Raises
-    :class:`RulesError` and nothing else; a file that was named must exist."""
+    """Load the rules from ``path``, else from ``$RRL_HEALTH_CONFIG``, else from :data:`CONFIG`.
+
+    Return the defaults where none is named and :data:`CONFIG` does not exist. Raise :class:`RulesError`, and nothing
+    else, for a file that was named and does not exist, cannot be read or is wrong."""
     named = path or (Path(given) if (given := os.environ.get(CONFIG_ENV)) else None)
     if named is None:
         if not CONFIG.exists():

@@ -27,7 +27,7 @@ _MOST = 1 << 16
 
 
 class _Seen(msgspec.Struct, frozen=True, array_like=True):
-    """What the process says: a word of the system, or the figures."""
+    """The answer of the process that looked at a mount: why it failed, in the system's words, or its figures."""
 
     why: str = ""
     device: int = 0

@@ -188,8 +188,9 @@ class Cluster(Protocol):
         """End a step: SIGTERM, ``grace`` s, SIGKILL. Stopping what is gone is done."""
 
     async def drain(self, node: NodeName, reason: str) -> None:
-        """Have the cluster give this node to nobody any more, and say why. Refused where that is not permitted, or the
-        node has a drain that is not ours: ``reason`` begins with ``rrl:``."""
+        """Drain the node, so that the cluster places no new job there. ``reason`` begins with ``rrl:``.
+
+        Raises Refused where that is not permitted, or where somebody else has drained the node."""
 
     async def undrain(self, node: NodeName, reason: str) -> None:
         """Take back a drain with exactly this reason; one with another reason is not ours: Refused. None: done."""

@@ -113,7 +113,9 @@ class Said:
             self._by[node] = {one.key: one for one in kept}
 
     def found(self, message: Found, now: float) -> None:
-        """One of them changed. That something cannot be read any more (UNKNOWN) takes back nothing that was read."""
+        """Store one finding that an agent reports as changed.
+
+        An UNKNOWN replaces no earlier verdict: a value that can no longer be read does not disprove what was read."""
         self.changes += 1
         finding = rebased(message.finding, message.now, now)
         said = self._by.setdefault(message.node, {})
@@ -219,7 +221,7 @@ class Findings:
         self.tell()
 
     def found(self, message: Found) -> None:
-        """Of a believed agent, on its own connection."""
+        """Handle a finding reported by the current agent of a node; ignore one that is about another node."""
         if not is_about(message.finding, message.life, message.node):
             say(f"{message.life} says what is not its to say, of {message.finding.key}: refused")
             return

@@ -128,7 +128,9 @@ def _no_node(node: str, state: State | None) -> str:
 
 
 def _no_shadow(target: str, state: State | None) -> str:
-    """They come and go: only one that waits now can be hit."""
+    """Return why a fault cannot hit the standby process ``target`` (``shadow/<node>``), or '' if it runs now.
+
+    Standbys come and go: a fault can only hit one that is there."""
     there = [one.id for one in state.replicas.values() if one.role == SHADOW and one.believed] if state else []
     now = f"there are {', '.join(sorted(there))}" if there else "there is none now"
     return "" if target in there else f'no shadow "{target}" in this run; {now}'

@@ -147,7 +147,7 @@ class TorchEngine:
 
 
 class _Row:
-    """One trajectory in the making."""
+    """One trajectory that the engine is generating: its tokens so far, and how many may follow."""
 
     def __init__(self, item: Item) -> None:
         grown = [token for segment in item.so_far for token in segment.tokens]

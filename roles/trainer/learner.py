@@ -213,8 +213,9 @@ class Learner:
         return weights(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that the next step depends on, live, and sharded if the model is: copy them before the next step;
-        copy into them, and :meth:`resume`, to become another learner."""
+        """Return the model's weights and the optimizer's moments by name: the live tensors, sharded if the model is.
+
+        To keep a state, copy them before the next step. To restore one, copy into them and call :meth:`resume`."""
         moments = {
             f"{kind}.{name}": self._optimizer.state[parameter][kind]
             for kind in ("exp_avg", "exp_avg_sq")

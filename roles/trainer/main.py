@@ -204,7 +204,7 @@ def _described(tensor: Tensor, dtype: torch.dtype) -> tuple[str, tuple[int, ...]
 
 
 def _examples(me: rrl.Worker, tokenizer: Tokenizer) -> Iterator[list[Example]]:
-    """Batches of prompts with their right answers: other items than any that the policy will be asked."""
+    """Yield the batches of the warm start: prompts with their right answers, from items that the run never samples."""
     steps, size = me.settings["warm_start_steps"], me.settings["warm_start_batch"]
     if not steps:
         return

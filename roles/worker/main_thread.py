@@ -56,8 +56,9 @@ class OwnFaults:
             self._waiting = fault
 
     def strike(self, *, working: bool = False) -> None:
-        """In the role's thread, at each call of the API; ``working``: at one that tells of work done. Raises
-        InjectedError or MemoryError."""
+        """Perform a fault that waits for the role's own thread, which calls this at each call of the worker API.
+
+        ``working``: the call reports finished work. Raises InjectedError or MemoryError, as the fault demands."""
         fault = self._waiting
         if fault is None or (fault.kind is FaultKind.ENGINE_DEAD and not working):
             return

@@ -56,7 +56,8 @@ class Manifest(Struct, frozen=True):
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorSpec, ...], int]:
-    """Places for tensors ``(name, dtype, shape, nbytes)``, and the bytes that they take together."""
+    """Place tensors, given as ``(name, dtype, shape, nbytes)``, one behind the other at aligned offsets. Return their
+    specs and the size (bytes) of the whole buffer."""
     specs, end = [], 0
     for name, dtype, shape, nbytes in tensors:
         offset = -(-end // ALIGN) * ALIGN

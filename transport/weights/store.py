@@ -86,7 +86,7 @@ class _Arriving:
 
 
 class _Reader:
-    """One connection that reads one version, until all of it was given out."""
+    """One connection that reads one version, until it has received all of it."""
 
     def __init__(self, version: Version, now: float) -> None:
         self.version, self.since, self.last, self.nbytes = version, now, now, 0

@@ -101,8 +101,10 @@ def exclusions_allowed(share: float, nodes: int) -> int:
 
 
 def brake(state: State, decisions: list[Decision], now: float) -> tuple[list[Decision], list[HeldBack]]:
-    """Divide decisions, made at ``now`` (manager's time, s), into those that may go ahead and exclusions that may
-    not."""
+    """Return the decisions that may be carried out now, and the exclusions that the circuit breaker holds back.
+
+    ``now``: s of the manager's clock. An exclusion is held back while too many nodes were excluded within the recovery
+    window, or while the cluster itself has lost too many of the run's nodes."""
     recovery = state.job.recovery
     allowed = exclusions_allowed(recovery.breaker, len(state.nodes))
     found = (node for node in state.nodes.values() if node.excluded is not None and not node.asked_by)
