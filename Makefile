@@ -41,14 +41,14 @@ demo: setup
 	@cat "$$(ls -td "$${RRL_RUNS_DIR:-$$HOME/rrl-runs}"/quickstart-*/ | head -1)summary.json"
 
 slurm: setup
-	$(BIN)/python -m rrl.tests.lab.slurm install
+	$(BIN)/python -m rrl.tests.support.slurm.lab install
 
 demo-slurm: slurm
-	$(BIN)/python -m rrl.tests.lab.demo
+	$(BIN)/python -m rrl.tests.support.demo
 
 # Slurm is installed where that is possible; its tests skip where it is not, or fail if RRL_REQUIRE_SLURM is set.
 test: setup
-	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
+	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(PYTEST) -m 'not slurm and not long and not vllm'
 	$(PYTEST) -m 'slurm and not long'
 
@@ -66,7 +66,7 @@ test-fast: setup
 
 # Attacks on runs, ports, files and reports: as root also by two plain users, which the tests make and remove.
 test-security: setup
-	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
+	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m pytest tests/security
 
 # The tests that need vLLM, on CPU.
@@ -75,18 +75,18 @@ test-vllm: setup-vllm
 
 # The tests that need Slurm, on 22.05, 24.11 and 26.05, whose programs are fetched from Debian (no root needed).
 test-slurm-versions: setup
-	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
-	$(BIN)/python -m rrl.tests.lab.slurm_versions
+	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
+	$(BIN)/python -m rrl.tests.support.slurm.versions
 
 # What takes long, half an hour and more.
 test-long: setup
-	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
+	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
 	$(BIN)/python -m pytest -m long
 
 # Random faults on whole runs, and every invariant; half an hour at most. One JSON object is its last line.
 soak: setup
-	-@$(BIN)/python -m rrl.tests.lab.slurm install --accounting
-	@$(BIN)/python -m rrl.tests.lab.soak
+	-@$(BIN)/python -m rrl.tests.support.slurm.lab install --accounting
+	@$(BIN)/python -m rrl.tests.support.soak
 
 check: setup
 	$(BIN)/ruff check .

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from rrl.tests.lab.scenarios.play import Played
-from rrl.tests.lab.scenarios.score import hang_delays, quantile, ratio, score
+from rrl.tests.support.scenarios.play import Played
+from rrl.tests.support.scenarios.score import hang_delays, quantile, ratio, score
 
 FACTORS = {"ours": (0.5, 0.7, 1.0, 2.0), "fixed_timeout": (0.5, 1.0, 2.0, 4.0),
            "robustrl": (0.5, 1.0, 2.0, 4.0, 8.0)}  # fmt: skip

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rrl.tests.lab.scenarios.format import Scenario
-from rrl.tests.lab.scenarios.load import load_all
-from rrl.tests.lab.scenarios.methods import judge_of
-from rrl.tests.lab.scenarios.play import Played, play
+from rrl.tests.support.scenarios.format import Scenario
+from rrl.tests.support.scenarios.load import load_all
+from rrl.tests.support.scenarios.methods import judge_of
+from rrl.tests.support.scenarios.play import Played, play
 
 _TELL = 1000
 """plays after which is said how far it is"""

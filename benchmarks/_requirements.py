@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from rrl.tests.lab import netns, slurm
-from rrl.tests.lab.supervisor import exit_on_sigterm
+from rrl.tests.support.slurm import lab as slurm
+from rrl.tests.support.slurm import netns
+from rrl.tests.support.supervisor import exit_on_sigterm
 
 
 class Need(StrEnum):

@@ -27,9 +27,9 @@ from rrl.benchmarks._table import print_table
 from rrl.benchmarks._weights_gloo import Broke, Gloo, Went
 from rrl.benchmarks._weights_nics import Watch
 from rrl.core.types import TRAINER, Version
-from rrl.tests.lab import netns
-from rrl.tests.transport.weights import orders as say
-from rrl.tests.transport.weights.members import SOON, Member, Nursery
+from rrl.tests.support.slurm import netns
+from rrl.tests.support.transport.weights import orders as say
+from rrl.tests.support.transport.weights.members import SOON, Member, Nursery
 
 BITS = 2e9
 """a second, each way"""

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from rrl.tests.lab import netns
-from rrl.tests.transport.weights.members import SOON
+from rrl.tests.support.slurm import netns
+from rrl.tests.support.transport.weights.members import SOON
 
 _HALF = 0.5
 _TRICKLE = 0.005

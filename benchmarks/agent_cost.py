@@ -22,8 +22,8 @@ import msgspec
 from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.health.readers.samples import READERS
-from rrl.tests.lab.first import Lab, lab
-from rrl.tests.lab.nvml.driver import FakeDriver
+from rrl.tests.support.listening_manager import Lab, lab
+from rrl.tests.support.nvml.driver import FakeDriver
 from rrl.transport.messages import AgentBeat
 
 GPUS = 8

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
-from rrl.tests.cli.story import completed
+from rrl.tests.support.cli.story import completed
 
 ROUNDS = 10
 BAR = 0.4

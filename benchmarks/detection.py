@@ -19,11 +19,11 @@ from rrl.benchmarks._detection_curve import FACTORS, Matched, Point, matched, po
 from rrl.benchmarks._detection_runs import Run, played
 from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
-from rrl.tests.lab.scenarios.format import Scenario
-from rrl.tests.lab.scenarios.load import ScenarioError, load_all
-from rrl.tests.lab.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL
-from rrl.tests.lab.scenarios.play import Played
-from rrl.tests.lab.scenarios.score import compared, confusion, delays, quantile, score
+from rrl.tests.support.scenarios.format import Scenario
+from rrl.tests.support.scenarios.load import ScenarioError, load_all
+from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL
+from rrl.tests.support.scenarios.play import Played
+from rrl.tests.support.scenarios.score import compared, confusion, delays, quantile, score
 
 SHIPPED = Path(__file__).parent.parent / "tests" / "scenarios"
 CURVE_SEEDS = 2

@@ -22,9 +22,9 @@ from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.core.types import Verdict
 from rrl.manager.model import events as ev
-from rrl.tests.lab.runs import TestRun, light_job, lives, submit_here
-from rrl.tests.security.assault import Cost, assault, targets
-from rrl.tests.security.attacks import Footprint
+from rrl.tests.support.runs import TestRun, light_job, lives, submit_here
+from rrl.tests.support.security.assault import Cost, assault, targets
+from rrl.tests.support.security.attacks import Footprint
 
 FRAMES = 10_000
 HALF_OPEN = 200

@@ -40,8 +40,8 @@ from rrl.core.types import Outcome
 from rrl.manager.storage.lease import holder
 from rrl.roles.trajectories.log import read_frames
 from rrl.roles.trajectories.records import Binding, Grown, Made, Scored, decode
-from rrl.tests.lab.runs import TestRun, submit_here, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, submit_here, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 STEPS = 300
 AWAY_FROM = 30

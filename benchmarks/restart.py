@@ -39,8 +39,8 @@ from rrl.manager.model.actions import Fence, Perform
 from rrl.manager.model.queries import gang
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
-from rrl.tests.lab.runs import TestRun, all_work, submit_here, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, all_work, submit_here, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 ROUNDS = 3
 KILLS = 2

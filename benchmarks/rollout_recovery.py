@@ -17,7 +17,7 @@ from pathlib import Path
 from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.lab.supervisor import end_runs_with_caller
+from rrl.tests.support.supervisor import end_runs_with_caller
 
 KILLS = 5
 APART = 100

@@ -26,7 +26,7 @@ from rrl.benchmarks._requirements import begin
 from rrl.benchmarks._table import print_table
 from rrl.core.types import NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
-from rrl.tests.lab.first import Lab, Manager, lab
+from rrl.tests.support.listening_manager import Lab, Manager, lab
 from rrl.transport.messages import AgentBeat, AgentHello
 
 MB, ROUNDS = 600, 6

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.lab import netns
-from rrl.tests.lab.slurm import SlurmLab, missing
-from rrl.tests.lab.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
+from rrl.tests.support.slurm import netns
+from rrl.tests.support.slurm.lab import SlurmLab, missing
+from rrl.tests.support.supervisor import SIGTERM_EXIT_CODE, exit_on_sigterm
 
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: what goes to no terminal is as wide as it is
 LAB_NODES = 5
@@ -91,7 +91,7 @@ def isolated_lab() -> Iterator[SlurmLab]:
 
 def _require(accounting: bool = False) -> None:
     if absent := missing(accounting=accounting):
-        told = f"not installed: {', '.join(absent)} (python -m rrl.tests.lab.slurm install --accounting)"
+        told = f"not installed: {', '.join(absent)} (python -m rrl.tests.support.slurm.lab install --accounting)"
         if os.environ.get(REQUIRED):
             pytest.fail(told)
         pytest.skip(told)

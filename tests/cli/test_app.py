@@ -20,8 +20,8 @@ from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.model.state import State
 from rrl.manager.reporting.summary import write_summary
-from rrl.tests.cli.story import Story, completed, job_view
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.job_toml import JOB
 
 COMMANDS = ("submit", "status", "logs", "cancel", "list", "check", "doctor", "init")
 

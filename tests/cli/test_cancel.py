@@ -12,8 +12,8 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Outcome
 from rrl.manager.storage.journal import Journal
 from rrl.manager.storage.lease import Holder
-from rrl.tests.cli.story import Story, completed, job_view
-from rrl.tests.cli.waiting import eventually
+from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.cli.waiting import eventually
 
 RUN = "small-7"
 

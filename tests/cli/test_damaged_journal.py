@@ -16,8 +16,8 @@ from rrl.cli import main
 from rrl.cli.run import submit as submit_command
 from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.manager.storage.journal import MAGIC, JournalError, read_state
-from rrl.tests.cli.story import Story
-from rrl.tests.manager.jobs import job
+from rrl.tests.support.cli.story import Story
+from rrl.tests.support.manager.jobs import job
 from rrl.transport.keys import RunKeys
 
 DAMAGED_JOURNALS = 750

@@ -17,7 +17,7 @@ from rrl.cli.doctor.facts import Facts, Wanted
 from rrl.config.job.load import load_job
 from rrl.core.run_dir import RUNS_ENV
 from rrl.roles.node_probe.host import Unread
-from rrl.tests.cli import findings
+from rrl.tests.support.cli import findings
 
 
 @pytest.fixture

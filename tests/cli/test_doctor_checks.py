@@ -33,9 +33,9 @@ from rrl.roles.node_probe.host import (
     UnreadCause,
 )
 from rrl.roles.node_probe.main import Reached
-from rrl.tests.cli import findings
-from rrl.tests.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
-from rrl.tests.cli.pictures import drawn, same_as_kept
+from rrl.tests.support.cli import findings
+from rrl.tests.support.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
+from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
 
 OK, WARN, FAIL, UNKNOWN = Verdict
 WHY = Unread("it did not answer")

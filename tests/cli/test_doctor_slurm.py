@@ -16,8 +16,8 @@ from rrl.cli.doctor.collect import read_facts
 from rrl.cli.doctor.facts import Facts, Visit, Wanted
 from rrl.core.run_dir import RUNS_ENV
 from rrl.roles.node_probe.host import Unread
-from rrl.tests.lab.runs import RRL
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import RRL
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 

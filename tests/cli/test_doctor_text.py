@@ -9,7 +9,7 @@ from rrl.cli.doctor.facts import Accounts, Node, Partition
 from rrl.manager.cluster.base import NodeState
 from rrl.manager.cluster.slurm.parsing import Unreadable
 from rrl.manager.cluster.slurm.requests import gpus_by_type
-from rrl.tests.cli.findings import RECORDED
+from rrl.tests.support.cli.findings import RECORDED
 
 
 def recorded(name: str) -> str:

@@ -15,8 +15,8 @@ from rrl.manager.cluster.base import NodeSeen, NodeState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Undrain, Why
 from rrl.manager.storage.journal import Journal
-from rrl.tests.cli.story import Story, completed, job_view
-from rrl.tests.cli.waiting import eventually
+from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.cli.waiting import eventually
 
 RUN = "small-7"
 N3, N5 = NodeName("n3"), NodeName("n5")

@@ -17,7 +17,7 @@ from rrl.core.types import Cause, Evidence, Finding, NodeName, Outcome, Remedy, 
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Rung, StopStep, Why
 from rrl.manager.model.reduce_nodes import DRAIN
-from rrl.tests.cli.story import BEGAN, Story
+from rrl.tests.support.cli.story import BEGAN, Story
 
 RUN = "small-7"
 

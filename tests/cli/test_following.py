@@ -18,8 +18,8 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Outcome
 from rrl.manager.reporting.summary import write_summary
 from rrl.manager.storage.journal import Journal
-from rrl.tests.cli.story import Story, completed
-from rrl.tests.cli.waiting import Output, eventually
+from rrl.tests.support.cli.story import Story, completed
+from rrl.tests.support.cli.waiting import Output, eventually
 
 RUN = "small-7"
 

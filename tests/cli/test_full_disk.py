@@ -14,10 +14,10 @@ from msgspec import structs
 
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import Outcome
-from rrl.tests.cli.story import Story, job_view
-from rrl.tests.lab.mounts import own_mounts
-from rrl.tests.lab.runs import light_job
-from rrl.tests.manager.jobs import job
+from rrl.tests.support.cli.story import Story, job_view
+from rrl.tests.support.manager.jobs import job
+from rrl.tests.support.mounts import own_mounts
+from rrl.tests.support.runs import light_job
 from rrl.transport.keys import RunKeys
 
 DEADLINE_S = 120.0

@@ -20,10 +20,10 @@ from rrl.health.checks.node_state import EVERY
 from rrl.health.node_check import check_node, mounts_within, overall
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.samples import GpuProcess, HostData, NvmlData, Reading
-from rrl.tests.cli.pictures import drawn, same_as_kept
-from rrl.tests.health.looked_at import LookedAt, gpu, host
-from rrl.tests.lab.mounts import can_hang, own_mounts
-from rrl.tests.lab.nvml.driver import FakeDriver
+from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
+from rrl.tests.support.health.simulated_node import LookedAt, gpu, host
+from rrl.tests.support.mounts import can_hang, own_mounts
+from rrl.tests.support.nvml.driver import FakeDriver
 
 EXAMPLES = Path(__file__).parents[2] / "examples/health"
 MOUNTS = ["health", "check", "--checks", "mounts,clock_source,readers,gpu_count"]
@@ -111,7 +111,7 @@ if can_hang():  # collected only where it can run: nothing is skipped
         hung, where = tmp_path / "hung", rules(tmp_path, "[host]\nmount_hung = 3.0")
         hung.mkdir()
         check = [f"{Path(sys.executable).parent}/rrl", "health", "check", "--prolog", "--within", "9s", *where]
-        argv = [*own_mounts(), sys.executable, "-P", "-m", "rrl.tests.lab.mounts", str(hung), *check, "--checks",
+        argv = [*own_mounts(), sys.executable, "-P", "-m", "rrl.tests.support.mounts", str(hung), *check, "--checks",
                 "mounts", "--mount", str(hung)]  # fmt: skip
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2, done

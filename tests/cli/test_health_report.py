@@ -30,10 +30,10 @@ from rrl.health.report.model import Day, DrainState, Report
 from rrl.health.report.site import report
 from rrl.manager.cluster.slurm.commands import Ended
 from rrl.manager.reporting.history_writer import own_name
-from rrl.tests.cli.pictures import drawn, same_as_kept
-from rrl.tests.cli.waiting import eventually
-from rrl.tests.health.site import ANNA, BEGAN, acted, began, found, held, told, week, write
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
+from rrl.tests.support.cli.waiting import eventually
+from rrl.tests.support.health.site_history import ANNA, BEGAN, acted, began, found, held, told, week, write
+from rrl.tests.support.slurm.lab import SlurmLab
 
 NOW = BEGAN + 7 * DAY
 SOURCES = Sources(3, 46, 2, ("/history/eve/x.000001.jsonl: it belongs to mallory, not to eve",))
@@ -449,7 +449,7 @@ def test_who_may_not_drain_is_told_so(slurm_lab: SlurmLab, tmp_path: Path, broke
     rules.write_text(Path(os.environ[CONFIG_ENV]).read_text())
     rrl = str(Path(sys.executable).parent / "rrl")
     code = (
-        "import sys, time; from pathlib import Path; from rrl.tests.health.site import *; user = sys.argv[2]; "
+        "import sys, time; from pathlib import Path; from rrl.tests.support.health.site_history import *; user = sys.argv[2]; "
         "at = time.time() - BEGAN; "
         "ask = acted(at + 1, 'n2', 'asked', reason='rrl:r:x', cause='storage'); "
         "write(Path(sys.argv[1]), user, 'r', [began(at, 'r', user), ask])"

@@ -14,8 +14,8 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.manager.cluster.base import NodeState
 from rrl.roles.node_probe.host import Network, Unread
-from rrl.tests.cli import findings
-from rrl.tests.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
+from rrl.tests.support.cli import findings
+from rrl.tests.support.cli.findings import ETH0, GIB, IB0, LO, REFUSED, TAKEN
 
 TWO_NETWORKS = Network("login1", "10.1.0.5", "10.1.0.5", "", "", (LO, ETH0, IB0))
 ODD = 'a "b" \\ c#d'

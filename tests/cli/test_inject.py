@@ -16,8 +16,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Perform, Why
 from rrl.manager.storage.journal import Journal
 from rrl.manager.storage.lease import Holder
-from rrl.tests.cli.story import Story, completed, job_view
-from rrl.tests.cli.waiting import eventually
+from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.cli.waiting import eventually
 
 RUN = "small-7"
 

@@ -17,8 +17,8 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.core.types import Life, Outcome, ReplicaId
 from rrl.manager.intake.standby_promotion import mark_log
 from rrl.manager.storage.journal import Journal
-from rrl.tests.cli.story import Story, completed
-from rrl.tests.cli.waiting import Output, eventually
+from rrl.tests.support.cli.story import Story, completed
+from rrl.tests.support.cli.waiting import Output, eventually
 
 RUN = "small-7"
 NOON = 1_605_873_600_000_000

@@ -17,8 +17,8 @@ from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap.start import create
 from rrl.manager.storage import resume_request
-from rrl.tests.cli.story import Story, job_view
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.cli.story import Story, job_view
+from rrl.tests.support.job_toml import JOB
 
 RUN = "small-7"
 

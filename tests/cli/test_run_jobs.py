@@ -16,7 +16,7 @@ from rrl.core.run_dir import RUNS_ENV, RunDir
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.cluster.slurm.parsing import Job
 from rrl.manager.storage.lease import Holder
-from rrl.tests.cli.story import Story, completed, job_view
+from rrl.tests.support.cli.story import Story, completed, job_view
 
 RUN = "small-1"
 GONE = "none is running"

@@ -18,8 +18,8 @@ from rrl.core.run_dir import RUNS_ENV, RunDir, write_atomically
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.bootstrap import start_failure as failures
 from rrl.manager.storage.resume_request import Order, order
-from rrl.tests.cli.story import Story, completed, job_view
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.cli.story import Story, completed, job_view
+from rrl.tests.support.job_toml import JOB
 
 NOWHERE = "203.0.113.0/24"
 """TEST-NET-3 (RFC 5737): a network that no host is in"""

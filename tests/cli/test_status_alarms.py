@@ -13,8 +13,8 @@ from rrl.cli.views.status import status_view
 from rrl.core.run_dir import RunDir
 from rrl.manager.cluster.base import AllocationState
 from rrl.manager.model.events import AllocationChanged
-from rrl.tests.cli.pictures import drawn
-from rrl.tests.cli.story import Story
+from rrl.tests.support.cli.story import Story
+from rrl.tests.support.cli.text_snapshots import drawn
 
 
 class _There:

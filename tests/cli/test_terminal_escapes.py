@@ -14,7 +14,7 @@ from rrl.core.text import escaped
 from rrl.core.types import Cause, Evidence, Finding, Outcome, Remedy, Verdict
 from rrl.manager.model import events as ev
 from rrl.manager.reporting.summary import write_summary
-from rrl.tests.cli.story import Story
+from rrl.tests.support.cli.story import Story
 
 RUN = "small-7"
 HOSTILE = "\x1b]0;owned\x9c\x1b[2J \x9b31m \u202etxt.exe [red]markup[/red]"

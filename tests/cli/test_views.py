@@ -14,8 +14,8 @@ from rrl.cli.views.summary import runs_view, summary_view
 from rrl.core.types import NodeName, Outcome, Version
 from rrl.manager.model.actions import Exclude, Why
 from rrl.manager.model.events import Commanded, Decided, FindingChanged, Joined, Noted, StepCommitted, VersionHeld
-from rrl.tests.cli.pictures import drawn, same_as_kept
-from rrl.tests.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
+from rrl.tests.support.cli.story import BEGAN, NODES, REPLICAS, Story, completed, job_view
+from rrl.tests.support.cli.text_snapshots import drawn, same_as_kept
 
 
 def starting() -> Story:

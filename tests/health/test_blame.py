@@ -10,7 +10,7 @@ from rrl.core.run_spec import Limits, PhaseView
 from rrl.core.types import Cause, Life, ReplicaId
 from rrl.health.detection.attribution.wait_chains import charge
 from rrl.health.detection.detectors.progress import ENDLESS
-from rrl.tests.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
+from rrl.tests.support.health.traces import LIMITS, REWARD, ROLLOUTS, STORE, TRAINER, Trace, fail
 
 LONG = 900 + LIMITS.first_pass + 5
 """no wait is allowed to last longer"""

@@ -11,7 +11,7 @@ from rrl.config.health_rules import Expect, GpuRules, Rules
 from rrl.core.types import Cause, Remedy, Verdict
 from rrl.health.checks.node_state import EVERY
 from rrl.health.readers.samples import GpuProcess, HostData, KernelEvent, NvLink, NvmlData, Stuck
-from rrl.tests.health.looked_at import LINKS, LookedAt, gpu, host
+from rrl.tests.support.health.simulated_node import LINKS, LookedAt, gpu, host
 
 EIGHT = Rules(expect=Expect(gpus=8))
 

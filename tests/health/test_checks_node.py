@@ -10,7 +10,7 @@ import pytest
 from rrl.config.health_rules import Expect, Rules
 from rrl.core.types import Cause, Remedy, Verdict
 from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident, FabricData, HostData, KernelEvent, Mount, Stuck
-from rrl.tests.health.looked_at import LookedAt, host, port
+from rrl.tests.support.health.simulated_node import LookedAt, host, port
 
 HOUR = 3600.0
 

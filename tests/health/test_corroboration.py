@@ -10,7 +10,7 @@ from rrl.health.history.records import Record, Told
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import DrainState, NodeReport
 from rrl.health.report.site import report
-from rrl.tests.health.site import (
+from rrl.tests.support.health.site_history import (
     ANNA,
     BEGAN,
     BEN,

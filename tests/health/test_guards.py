@@ -19,7 +19,7 @@ from rrl.health.detection.detectors.probing import to_probe
 from rrl.health.detection.detectors.progress import ENDLESS
 from rrl.health.detection.detectors.registry import waits
 from rrl.health.detection.watch import Watch
-from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
+from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, look
 
 SHORT = Limits(
     beat=1.0, silence=5.0, join=12.0, first_pass=20.0, suspect=8.0, probe=6.0, idle=7.0,

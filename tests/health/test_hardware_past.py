@@ -5,7 +5,7 @@ from __future__ import annotations
 from rrl.core.types import Verdict
 from rrl.health.checks.node_state import HardwarePast, Seen, hardware_of, recall
 from rrl.health.readers.samples import FabricData, NvLink
-from rrl.tests.health.looked_at import LookedAt, gpu, port
+from rrl.tests.support.health.simulated_node import LookedAt, gpu, port
 
 UP = port("mlx5_2")
 DOWN = port("mlx5_2", state="DOWN", physical="Polling")

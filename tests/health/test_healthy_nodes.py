@@ -22,7 +22,7 @@ from rrl.health.readers.samples import (
     NvmlData,
     Stuck,
 )
-from rrl.tests.health.looked_at import LINKS, LookedAt, gpu, host, port
+from rrl.tests.support.health.simulated_node import LINKS, LookedAt, gpu, host, port
 
 HOUR = 3600.0
 DOWN = tuple(NvLink(link=i, active=False) for i in range(4))

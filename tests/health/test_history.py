@@ -24,7 +24,7 @@ from rrl.health.history.records import (
     of_file,
     read_line,
 )
-from rrl.tests.health.site import acted, began, failed, found, held, left, mended, over
+from rrl.tests.support.health.site_history import acted, began, failed, found, held, left, mended, over
 
 EVERY: list[Record] = [
     began(0, "r", "anna"), *held(1, "n1"), left(2, "n1"), Alive(3.0), found(4, "n1"), acted(5, "n1", "excluded"),

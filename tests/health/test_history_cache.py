@@ -12,7 +12,7 @@ import pytest
 from rrl.health.history.cache import HistoryCache, Sources, cache_path
 from rrl.health.history.records import MOST_LINE, Record, file_name, line
 from rrl.manager.reporting.history_writer import own_name
-from rrl.tests.health.site import BEGAN, HOUR, began, failed, found, held, left, over, write
+from rrl.tests.support.health.site_history import BEGAN, HOUR, began, failed, found, held, left, over, write
 
 ME = own_name()
 NOBODY = 65534

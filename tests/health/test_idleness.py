@@ -10,7 +10,18 @@ from rrl.health.detection.attribution.gangs import RESTED
 from rrl.health.detection.detectors.idleness import DOUBT, LIES, LOADS, SPINS, STILL
 from rrl.health.detection.detectors.progress import AT_WORK
 from rrl.tests.health.test_suspicion import until_found
-from rrl.tests.health.traces import BUSY, IDLE, LIMITS, ROLLOUT, ROLLOUTS, SPINNING, TRAINER, Trace, agent_of, fail
+from rrl.tests.support.health.traces import (
+    BUSY,
+    IDLE,
+    LIMITS,
+    ROLLOUT,
+    ROLLOUTS,
+    SPINNING,
+    TRAINER,
+    Trace,
+    agent_of,
+    fail,
+)
 
 RANKS = (TRAINER, *(Life(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
 COMPILING = (1.0, 0.0, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rrl.health.detection.detectors.node_liveness import absent
-from rrl.tests.health.traces import LIMITS, ROLLOUTS, STORE, Trace, agent_of
+from rrl.tests.support.health.traces import LIMITS, ROLLOUTS, STORE, Trace, agent_of
 
 
 def four_nodes() -> Trace:

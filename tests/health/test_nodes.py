@@ -6,7 +6,7 @@ from math import nextafter
 
 from rrl.core.launch import ExitReason
 from rrl.core.types import Cause, Life, NodeName, Remedy
-from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
+from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, TRAINER, Trace, agent_of, fail, unknown, warn
 
 N1 = NodeName("n1")
 

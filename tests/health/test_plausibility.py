@@ -8,7 +8,21 @@ import pytest
 from rrl.health.history.plausibility import CLOCK_SKEW_S, MAX_USER_RECORDS_OF_KIND, plausible
 from rrl.health.history.rates import DAY
 from rrl.health.history.records import Failed, Record, Told
-from rrl.tests.health.site import ANNA, BEGAN, BEN, HOUR, began, failed, found, held, left, mended, over, told, week
+from rrl.tests.support.health.site_history import (
+    ANNA,
+    BEGAN,
+    BEN,
+    HOUR,
+    began,
+    failed,
+    found,
+    held,
+    left,
+    mended,
+    over,
+    told,
+    week,
+)
 
 NOW = BEGAN + 7 * DAY
 HONEST = [began(0, "r", ANNA), *held(0, "n1"), found(5, "n1"), failed(6, "n1"), mended(HOUR, "rollout/0", "n1", 6, 7.9),

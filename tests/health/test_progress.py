@@ -14,7 +14,7 @@ from rrl.health.detection.detect import detect
 from rrl.health.detection.detectors.liveness import RUNNING, unheard
 from rrl.health.detection.detectors.progress import BLIND, IDLE_FIRST
 from rrl.health.detection.detectors.registry import PROGRESS_DETECTORS
-from rrl.tests.health.traces import (
+from rrl.tests.support.health.traces import (
     BUSY,
     IDLE,
     LIMITS,

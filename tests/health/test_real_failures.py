@@ -7,7 +7,7 @@ import pytest
 from rrl.core.types import Cause, Remedy, Verdict
 from rrl.health.node_check import overall
 from rrl.health.readers.samples import DcgmData, DcgmGpu, FabricData
-from rrl.tests.health.looked_at import LookedAt, gpu, port
+from rrl.tests.support.health.simulated_node import LookedAt, gpu, port
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The report of a site whose truth is known (tests/health/site.py)."""
+"""The report of a site whose truth is known (tests/support/health/site_history.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rrl.health.history.records import Found, Record, Said, Told
 from rrl.health.report.drain_requests import open_requests
 from rrl.health.report.model import DrainState, NodeReport, Report
 from rrl.health.report.site import report
-from rrl.tests.health.site import (
+from rrl.tests.support.health.site_history import (
     ANNA,
     BEGAN,
     BEN,

@@ -8,13 +8,13 @@ import pytest
 
 from rrl.benchmarks._detection_curve import matched
 from rrl.core.types import Finding, Life
-from rrl.tests.lab.scenarios.format import Scenario
-from rrl.tests.lab.scenarios.load import ScenarioError, load, load_all
-from rrl.tests.lab.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, judge_of
-from rrl.tests.lab.scenarios.ours import Ours
-from rrl.tests.lab.scenarios.play import Alarm, Outcome, Played, play
-from rrl.tests.lab.scenarios.rhythms import roles_of
-from rrl.tests.lab.scenarios.score import confusion, ratio, score
+from rrl.tests.support.scenarios.format import Scenario
+from rrl.tests.support.scenarios.load import ScenarioError, load, load_all
+from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL, judge_of
+from rrl.tests.support.scenarios.ours import Ours
+from rrl.tests.support.scenarios.play import Alarm, Outcome, Played, play
+from rrl.tests.support.scenarios.rhythms import roles_of
+from rrl.tests.support.scenarios.score import confusion, ratio, score
 
 FOLDER = Path(__file__).parent.parent / "scenarios"
 SCENARIOS = load_all(FOLDER)

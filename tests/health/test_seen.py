@@ -13,7 +13,7 @@ from rrl.health.checks.evaluate import CHECKS, unknown_checks
 from rrl.health.checks.node_state import Trail
 from rrl.health.checks.xid_events import XidEvent
 from rrl.health.readers.samples import DcgmData, DcgmGpu
-from rrl.tests.health.looked_at import LookedAt, gpu
+from rrl.tests.support.health.simulated_node import LookedAt, gpu
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -9,7 +9,7 @@ from rrl.core.run_spec import Limits
 from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
 from rrl.health.detection.baselines import ROUNDS, WINDOW
 from rrl.health.detection.detect import detect
-from rrl.tests.health.traces import BUSY, IDLE, LIMITS, Trace, look, warn
+from rrl.tests.support.health.traces import BUSY, IDLE, LIMITS, Trace, look, warn
 
 ROLLOUTS = tuple(Life(ReplicaId(f"rollout/{index}"), 1) for index in range(6))
 RANKS = tuple(Life(ReplicaId("trainer/0" + (f".{rank}" if rank else "")), 1) for rank in range(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rrl.core.launch import ExitReason
 from rrl.core.types import Life, NodeName, ReplicaId, Verdict
 from rrl.health.detection.watch import FLAP_WINDOW, FLAPS
-from rrl.tests.health.traces import LIMITS, ROLLOUT, ROLLOUTS, STORE, TRAINER, Seen, Trace, agent_of, fail, warn
+from rrl.tests.support.health.traces import LIMITS, ROLLOUT, ROLLOUTS, STORE, TRAINER, Seen, Trace, agent_of, fail, warn
 
 N1, N2 = NodeName("n1"), NodeName("n2")
 SECOND = Life(ReplicaId("trainer/0.1"), 1)

@@ -20,7 +20,7 @@ from rrl.health.detection.detectors.probing import (
 )
 from rrl.health.detection.detectors.progress import AT_WORK as LATEST
 from rrl.health.detection.records import TRIES
-from rrl.tests.health.traces import (
+from rrl.tests.support.health.traces import (
     BUSY,
     DEAD,
     IDLE,

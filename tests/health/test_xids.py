@@ -8,7 +8,7 @@ from rrl.config.health_rules import Rules, XidRules
 from rrl.core.types import Cause, Remedy, Verdict
 from rrl.health.checks.xid_events import authority, catalogue, is_fatal, xid
 from rrl.health.readers.samples import DcgmData, DcgmGpu, GpuXid, KernelEvent
-from rrl.tests.health.looked_at import LookedAt, gpu
+from rrl.tests.support.health.simulated_node import LookedAt, gpu
 
 HOUR = 3600.0
 TABLE_5B = {

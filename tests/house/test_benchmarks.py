@@ -9,7 +9,7 @@ import pytest
 
 from rrl.benchmarks import _requirements, manager_away, restart
 from rrl.benchmarks._requirements import NEEDS, Need
-from rrl.tests.lab import slurm
+from rrl.tests.support.slurm import lab as slurm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -20,8 +20,8 @@ from rrl.config.job.schema import Job
 from rrl.docs import make_picture, make_reference
 from rrl.roles.trajectories.types import Batch
 from rrl.roles.worker.api import NewWeights, Work
-from rrl.tests.cli.story import BEGAN, Story
-from rrl.tests.lab.runs import LIGHT, TestRun, check_sound, light_job, submit_here
+from rrl.tests.support.cli.story import BEGAN, Story
+from rrl.tests.support.runs import LIGHT, TestRun, check_sound, light_job, submit_here
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

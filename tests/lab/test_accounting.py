@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rrl.tests.lab import slurm_accounting as accounting
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm import accounting
+from rrl.tests.support.slurm.lab import SlurmLab
 
 SLEEP = ("--parsable", "--mem=100M", "-o", "/dev/null", "--wrap", "sleep 1005")
 

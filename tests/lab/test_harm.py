@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.lab import harm, slurm_processes
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm import harm
+from rrl.tests.support.slurm import processes as slurm_processes
+from rrl.tests.support.slurm.lab import SlurmLab
 
 
 @pytest.fixture

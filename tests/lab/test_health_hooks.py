@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 EXAMPLES = Path(__file__).parents[2] / "examples/health"

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rrl.tests.lab import netns, slurm_processes
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm import netns
+from rrl.tests.support.slurm import processes as slurm_processes
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 
@@ -95,7 +96,7 @@ def test_nothing_of_the_network_is_left_by_a_lab_that_stops_or_is_swept() -> Non
         assert len(netns.left(network)) == 7  # a bridge, two namespaces, two links, and the delay's pair
     assert netns.left(network) == []
     code = (
-        "import os; from rrl.tests.lab.slurm import SlurmLab; lab = SlurmLab.start(nodes=1, isolated=True)\n"
+        "import os; from rrl.tests.support.slurm.lab import SlurmLab; lab = SlurmLab.start(nodes=1, isolated=True)\n"
         "print(lab.network.prefix, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

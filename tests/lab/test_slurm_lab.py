@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.lab import slurm_processes
-from rrl.tests.lab.plain_user import others_can_run_us
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.plain_user import others_can_run_us
+from rrl.tests.support.slurm import processes as slurm_processes
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
-LAB = (sys.executable, "-m", "rrl.tests.lab.slurm")
+LAB = (sys.executable, "-m", "rrl.tests.support.slurm.lab")
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,8 @@ def test_a_stopped_lab_leaves_no_process_and_no_file() -> None:
 def test_a_lab_whose_keeper_and_supervisor_were_killed_is_swept() -> None:
     code = """
 import os, signal
-from rrl.tests.lab import supervisor
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support import supervisor
+from rrl.tests.support.slurm.lab import SlurmLab
 print(SlurmLab.start(nodes=1).dir, flush=True)
 supervisor._supervisors[os.getpid()].kill()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.lab import slurm_root
-from rrl.tests.lab.slurm import ROOT_ENV, SlurmLab
+from rrl.tests.support.slurm import root as slurm_root
+from rrl.tests.support.slurm.lab import ROOT_ENV, SlurmLab
 
 
 def test_a_version_that_no_suite_has_is_refused() -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from rrl.core.run_dir import RunDir
-from rrl.tests.lab import slurm_processes
-from rrl.tests.lab.first import until
-from rrl.tests.lab.runs import DEADLINE, processes_of
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.listening_manager import until
+from rrl.tests.support.runs import DEADLINE, processes_of
+from rrl.tests.support.slurm import processes as slurm_processes
+from rrl.tests.support.slurm.lab import SlurmLab
 
 LAB = """
 import time
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm.lab import SlurmLab
 lab = SlurmLab.start(nodes=2)
 lab.run_as_user(["sbatch", "--wrap", "setsid sleep 1010 & sleep 1010", "-N2", "--mem=100M", "-o", "/dev/null"])
 lab.wait_states({"n1": "mix", "n2": "mix"})
@@ -27,7 +27,7 @@ time.sleep(1010)
 LOCAL_RUN = """
 import sys, time
 from pathlib import Path
-from rrl.tests.lab.runs import light_job, submit_here
+from rrl.tests.support.runs import light_job, submit_here
 run = submit_here(Path(sys.argv[1]), light_job("local", 1_000_000))
 run.wait_steps(1)
 print(run.run.path, flush=True)
@@ -35,7 +35,7 @@ time.sleep(1010)
 """
 UNWINDING = """
 import tempfile, time
-from rrl.tests.lab.supervisor import exit_on_sigterm
+from rrl.tests.support.supervisor import exit_on_sigterm
 exit_on_sigterm()
 with tempfile.TemporaryDirectory() as folder:
     print(folder, flush=True)

@@ -13,7 +13,7 @@ from rrl.manager.model.actions import Request, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.runtime import Manager
-from rrl.tests.manager.jobs import NODE, RUN, job
+from rrl.tests.support.manager.jobs import NODE, RUN, job
 
 FIRST, OTHER = f"{RUN}.a", f"{RUN}.b"
 

@@ -22,8 +22,8 @@ from rrl.manager.model.actions import Fence, Finish, Launch, Perform, Request, R
 from rrl.manager.model.queries import named_by, owner_of
 from rrl.manager.model.state import Allocation, State, Status
 from rrl.tests.manager import test_hearing
-from rrl.tests.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.tests.manager.test_hearing import Hearing
+from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, gang_job
 from rrl.transport import messages as msg
 
 N1 = NodeName("n1")

@@ -19,9 +19,9 @@ from rrl.manager.model.actions import Exclude, Fence, Launch
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import replay
-from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import RUN, TRAINER, gang_job
-from rrl.tests.manager.site import Site, prepare
+from rrl.tests.support.manager import virtual
+from rrl.tests.support.manager.jobs import RUN, TRAINER, gang_job
+from rrl.tests.support.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
 LIMITS = Limits(beat=0.5, silence=4.0, join=40.0, quiet=20.0, poll=10.0, lease=3.0)

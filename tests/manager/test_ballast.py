@@ -11,7 +11,7 @@ import pytest
 from rrl.core.run_dir import RunDir
 from rrl.manager.cluster.base import Refused
 from rrl.manager.execute import fault_injection
-from rrl.tests.lab.mounts import own_mounts
+from rrl.tests.support.mounts import own_mounts
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rrl.manager.execute.launch import apptainer, environment, keep_passed, moun
 from rrl.manager.model.actions import Launch as LaunchAction
 from rrl.manager.model.actions import Why
 from rrl.manager.model.state import Allocation, State
-from rrl.tests.manager.jobs import job
+from rrl.tests.support.manager.jobs import job
 
 NODE = Resources(cpus=8, gpus=4)
 

@@ -30,9 +30,20 @@ from rrl.manager.model.queries import workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State, Status
 from rrl.manager.storage.journal import read_state, replay
-from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, in_parts, job
-from rrl.tests.manager.site import Site, prepare
+from rrl.tests.support.manager import virtual
+from rrl.tests.support.manager.jobs import (
+    REWARD,
+    ROLLOUTS,
+    RUN,
+    STORE,
+    TRAINER,
+    command,
+    commands,
+    gang_job,
+    in_parts,
+    job,
+)
+from rrl.tests.support.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
 LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)

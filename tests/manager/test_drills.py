@@ -10,8 +10,8 @@ from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Perform
 from rrl.manager.model.state import Status
-from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
-from rrl.tests.manager.world import World
+from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
+from rrl.tests.support.manager.world import World
 
 R0, R1 = ROLLOUTS
 

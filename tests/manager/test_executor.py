@@ -16,8 +16,8 @@ from rrl.manager.execute.executor import AGAIN, STEP_MARGIN, Executor
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Outside, Perform, Release, Request, StopStep, Why
 from rrl.manager.storage.lease import LeaseLost
-from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import NODE, ROLLOUTS
+from rrl.tests.support.manager import virtual
+from rrl.tests.support.manager.jobs import NODE, ROLLOUTS
 
 WHY = Why(("because",))
 R1 = Life(ROLLOUTS[0], 1)

@@ -16,8 +16,8 @@ from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.initial_request import first_asks
 from rrl.manager.planner.capacity.nodes import Rooms
 from rrl.manager.planner.deadlines import HOPELESS
-from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, WIDE, in_parts, job
-from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests
+from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, WIDE, in_parts, job
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests
 
 R0, R1 = ROLLOUTS
 ALL = (STORE, REWARD, TRAINER, R0, R1)

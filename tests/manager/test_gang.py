@@ -19,8 +19,8 @@ from rrl.manager.model.queries import missing, progress, workers
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import NEVER_APPEARED, Replica, Status
 from rrl.manager.planner import plan
-from rrl.tests.manager.jobs import REWARD, RUN, STORE, TRAINER, command, commands, gang_job, in_parts
-from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests, rungs
+from rrl.tests.support.manager.jobs import REWARD, RUN, STORE, TRAINER, command, commands, gang_job, in_parts
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, requests, rungs
 
 MEMBERS = tuple(member_id(TRAINER, rank) for rank in range(4))
 M0, M1, M2, M3 = MEMBERS

@@ -19,7 +19,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Finish, Launch, Request, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State, Status
-from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
+from rrl.tests.support.manager.jobs import NODE, ROLLOUTS, RUN, job
 from rrl.transport import messages as msg
 from rrl.transport.control.endpoints import Incoming
 

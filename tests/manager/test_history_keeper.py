@@ -38,8 +38,8 @@ from rrl.manager.model.state import State
 from rrl.manager.reporting import history_writer
 from rrl.manager.reporting.history_events import Chronicle
 from rrl.manager.reporting.history_writer import HistoryKeeper, own_name
-from rrl.tests.cli.story import BEGAN, Story, job_view
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.cli.story import BEGAN, Story, job_view
+from rrl.tests.support.job_toml import JOB
 
 DEADLINE = 60.0
 N1, N3, N4 = NodeName("n1"), NodeName("n3"), NodeName("n4")

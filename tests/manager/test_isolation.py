@@ -12,8 +12,8 @@ from rrl.core.types import AGENT, ReplicaId, role_of
 from rrl.manager.model.actions import Fence
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Replica, Status
-from rrl.tests.manager.jobs import REWARD, STORE, TRAINER, job
-from rrl.tests.manager.world import World
+from rrl.tests.support.manager.jobs import REWARD, STORE, TRAINER, job
+from rrl.tests.support.manager.world import World
 
 REPLICAS = (STORE, REWARD, TRAINER, *(ReplicaId(f"rollout/{i}") for i in range(3)))
 Blow = tuple[Literal["kill", "freeze", "lose node", "kill agent", "refuse launches"], ReplicaId, float]

@@ -27,8 +27,8 @@ from rrl.manager.storage.journal import (
     read_state,
     replay,
 )
-from rrl.tests.manager.jobs import RUN
-from rrl.tests.manager.journal_writer import Writer
+from rrl.tests.support.manager.jobs import RUN
+from rrl.tests.support.manager.journal_writer import Writer
 
 
 @pytest.fixture

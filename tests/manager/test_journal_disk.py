@@ -17,9 +17,9 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.storage.journal import read_state, replay
-from rrl.tests.lab.fake_disk import Died, FakeDisk, Image
-from rrl.tests.manager.jobs import RUN
-from rrl.tests.manager.journal_writer import BEGUN, Writer
+from rrl.tests.support.fake_disk import Died, FakeDisk, Image
+from rrl.tests.support.manager.jobs import RUN
+from rrl.tests.support.manager.journal_writer import BEGUN, Writer
 
 FIRST = "000001-000001.seg"
 RECORDS = 1000

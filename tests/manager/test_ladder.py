@@ -20,8 +20,19 @@ from rrl.manager.model.state import Status
 from rrl.manager.planner.deadlines import FINAL_GRACES
 from rrl.manager.planner.recovery.ladder import HELPER, POLICIES, depth
 from rrl.manager.planner.shutdown import said_at_the_end
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, gang_job, in_parts, job
-from rrl.tests.manager.world import World, assert_nothing_is_left, found, lost, requests
+from rrl.tests.support.manager.jobs import (
+    REWARD,
+    ROLLOUTS,
+    RUN,
+    STORE,
+    TRAINER,
+    command,
+    commands,
+    gang_job,
+    in_parts,
+    job,
+)
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, lost, requests
 
 POOL = f"{RUN}.pool"
 R0, R1 = ROLLOUTS

@@ -15,7 +15,7 @@ import pytest
 from rrl.core.run_dir import RunDir, write_atomically
 from rrl.manager.storage import lease as lease_module
 from rrl.manager.storage.lease import Lease, LeaseHeld, LeaseLost, holder
-from rrl.tests.manager import virtual
+from rrl.tests.support.manager import virtual
 
 PATIENCE = 10.0
 

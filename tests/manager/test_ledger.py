@@ -18,8 +18,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Perform, Rung, Why
 from rrl.manager.reporting.summary import Recovery, Summary, account, write_summary
 from rrl.manager.storage.journal import Journal
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
-from rrl.tests.manager.world import found, lost
+from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, gang_job, job
+from rrl.tests.support.manager.world import found, lost
 
 At = tuple[float, ev.Event]
 R0, R1 = ROLLOUTS

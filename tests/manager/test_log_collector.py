@@ -21,8 +21,8 @@ from rrl.manager.model.actions import Fence, Rung, Why
 from rrl.manager.model.state import Replica, State, Status
 from rrl.manager.reporting import log_buffers
 from rrl.manager.reporting.log_collector import LogCollector, _believed
-from rrl.tests.cli.story import Story
-from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.support.cli.story import Story
+from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.control.endpoints import Address
 from rrl.transport.control.log_messages import LOGS, Lines, Taken
 from rrl.transport.control.sockets import frame

@@ -12,8 +12,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Finish, Launch, Rung
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import NEVER_APPEARED, Status
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
-from rrl.tests.manager.world import World, assert_nothing_is_left, found, requests
+from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, TRAINER, command, commands, in_parts, job
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, requests
 
 R0, R1 = ROLLOUTS
 N1, N2, N3, N4, N5, N6 = (NodeName(f"n{i}") for i in range(1, 7))

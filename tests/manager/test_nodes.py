@@ -14,8 +14,8 @@ from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.nodes import Rooms
 from rrl.manager.reporting.summary import account
-from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job
-from rrl.tests.manager.world import World, found, lost
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, TRAINER, in_parts, job
+from rrl.tests.support.manager.world import World, found, lost
 
 R0, R1 = ROLLOUTS
 UP = NodeSeen(NodeState.UP, "MIXED")

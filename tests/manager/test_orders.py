@@ -9,8 +9,8 @@ from rrl.core.types import SHADOW, Outcome
 from rrl.manager.intake.user_commands import Letter, events_of, refusal
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State
-from rrl.tests.manager.jobs import ROLLOUTS, gang_job, job
-from rrl.tests.manager.world import World
+from rrl.tests.support.manager.jobs import ROLLOUTS, gang_job, job
+from rrl.tests.support.manager.world import World
 
 R0, R1 = ROLLOUTS
 KILL = Fault("i1", FaultKind.KILL, R0)

@@ -17,8 +17,8 @@ from rrl.core.run_spec import JobView
 from rrl.manager.bootstrap import manager_job, pool_supervisor
 from rrl.manager.bootstrap import start as starting
 from rrl.manager.storage.journal import JournalError
-from rrl.tests.cli.story import Story, completed
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.cli.story import Story, completed
+from rrl.tests.support.job_toml import JOB
 
 RUN = "small-7"
 

@@ -21,10 +21,10 @@ from rrl.manager.execute import fault_injection
 from rrl.manager.execute.fault_injection import Performer, abandoned
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Perform, Rung, Why
-from rrl.tests.lab.first import eventually
-from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import ROLLOUTS, job
-from rrl.tests.manager.world import World
+from rrl.tests.support.listening_manager import eventually
+from rrl.tests.support.manager import virtual
+from rrl.tests.support.manager.jobs import ROLLOUTS, job
+from rrl.tests.support.manager.world import World
 from rrl.transport import messages as msg
 
 R0 = ROLLOUTS[0]

@@ -22,8 +22,8 @@ from rrl.manager.planner import Plan, plan
 from rrl.manager.planner.capacity.initial_request import REFUSALS
 from rrl.manager.planner.deadlines import HOPELESS, WALLTIME_MARGIN
 from rrl.manager.planner.shutdown import said_at_the_end
-from rrl.tests.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
-from rrl.tests.manager.world import World, assert_nothing_is_left, found, lost, requests, rungs
+from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, RUN, STORE, TRAINER, job
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, found, lost, requests, rungs
 
 POOL = f"{RUN}.pool"
 R0, R1 = ROLLOUTS

@@ -11,8 +11,8 @@ from rrl.manager.cluster.base import AllocationSeen, AllocationState
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Release, Request
 from rrl.manager.model.queries import workers
-from rrl.tests.manager.jobs import ROLLOUTS, RUN, in_parts, job
-from rrl.tests.manager.world import World, requests
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, in_parts, job
+from rrl.tests.support.manager.world import World, requests
 
 R0 = ROLLOUTS[0]
 POOL = f"{RUN}.pool"

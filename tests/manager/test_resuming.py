@@ -15,9 +15,9 @@ from rrl.manager.bootstrap.pool_supervisor import ended
 from rrl.manager.storage import resume_request
 from rrl.manager.storage.journal import Follower
 from rrl.manager.storage.resume_request import AlreadyOrdered, Order
-from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import RUN, job
-from rrl.tests.manager.site import Site, prepare
+from rrl.tests.support.manager import virtual
+from rrl.tests.support.manager.jobs import RUN, job
+from rrl.tests.support.manager.site import Site, prepare
 from rrl.transport.keys import RunKeys
 
 FILES = ("job.toml", "resolved.json", "view.json", "passed.json")

@@ -14,7 +14,7 @@ from rrl.manager.model.actions import Drain, Launch, Release, Request, Shrink, U
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.planner import plan
-from rrl.tests.manager.jobs import NODE, ROLLOUTS, RUN, job
+from rrl.tests.support.manager.jobs import NODE, ROLLOUTS, RUN, job
 
 POOL = f"{RUN}.pool"
 N1, N2 = NodeName("n1"), NodeName("n2")

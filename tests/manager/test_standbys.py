@@ -16,8 +16,8 @@ from rrl.manager.model.state import First, Status
 from rrl.manager.planner import plan
 from rrl.manager.planner.capacity.nodes import Rooms
 from rrl.manager.planner.peer_directory import wire
-from rrl.tests.manager.jobs import REWARD, RUN, STORE, TRAINER, gang_job, in_parts
-from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests, rungs
+from rrl.tests.support.manager.jobs import REWARD, RUN, STORE, TRAINER, gang_job, in_parts
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 
 M0, M1 = (member_id(TRAINER, rank) for rank in range(2))
 R0, R1, R2 = (replica_id("rollout", i) for i in range(3))

@@ -49,8 +49,8 @@ from rrl.manager.model.queries import open_requests, workers
 from rrl.manager.model.reduce_replicas import RETURN_PAUSE
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Lingering, State, Status
-from rrl.tests.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
-from rrl.tests.manager.world import found, lost
+from rrl.tests.support.manager.jobs import NODE, REWARD, ROLLOUTS, RUN, STORE, TRAINER, command, commands, job
+from rrl.tests.support.manager.world import found, lost
 
 POOL = f"{RUN}.pool"
 N1, N2, N3 = (NodeName(f"n{i}") for i in (1, 2, 3))

@@ -16,7 +16,7 @@ from rrl.core.run_spec import JobView
 from rrl.core.types import Outcome
 from rrl.manager.bootstrap import start
 from rrl.manager.storage.lease import LeaseHeld
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.job_toml import JOB
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ from rrl.health.detection.watch import Watch
 from rrl.manager.intake import hang_investigation
 from rrl.manager.intake.hang_investigation import AGAIN, WITHIN, Suspicion
 from rrl.manager.model import events as ev
-from rrl.tests.manager import virtual
-from rrl.tests.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
-from rrl.tests.manager.world import World
+from rrl.tests.support.manager import virtual
+from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, gang_job, job
+from rrl.tests.support.manager.world import World
 from rrl.transport import messages as msg
 
 LIMITS = Limits(suspect=3.0, probe=3.0)

@@ -25,8 +25,8 @@ from rrl.manager.model.actions import Fence, Finish, Launch, Release, Request, R
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import Status
 from rrl.manager.planner.capacity.initial_request import REFUSALS
-from rrl.tests.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_parts, job
-from rrl.tests.manager.world import World, assert_nothing_is_left, requests
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, STORE, TRAINER, in_parts, job
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, requests
 
 R0, R1 = ROLLOUTS
 FIRST, TRAIN = f"{RUN}.rollout-0", f"{RUN}.trainer-0"

@@ -8,7 +8,7 @@ from rrl.core.run_dir import RunDir
 from rrl.core.types import Life, NodeName
 from rrl.manager.cluster.local import LocalCluster
 from rrl.manager.runtime import Manager
-from rrl.tests.manager.jobs import ROLLOUTS, RUN, TRAINER, job
+from rrl.tests.support.manager.jobs import ROLLOUTS, RUN, TRAINER, job
 
 R0, R1 = (Life(id, 1) for id in ROLLOUTS)
 N1, N2 = NodeName("n1"), NodeName("n2")

@@ -11,8 +11,8 @@ import pytest
 
 from rrl.config.job.load import load_job
 from rrl.manager.bootstrap.preflight import Trouble, troubles
-from rrl.tests.lab.slurm import SlurmLab
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.job_toml import JOB
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 SLURM = JOB.replace('kind = "local"\nnode = { cpus = 4, mem = "4GiB" }',

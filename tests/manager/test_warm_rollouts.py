@@ -15,8 +15,8 @@ from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import Status
 from rrl.manager.planner import plan
 from rrl.manager.planner.peer_directory import wire
-from rrl.tests.manager.jobs import NODE, RUN, TRAINER, gang_job
-from rrl.tests.manager.world import World, assert_nothing_is_left, lost, requests, rungs
+from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, gang_job
+from rrl.tests.support.manager.world import World, assert_nothing_is_left, lost, requests, rungs
 
 R0, R1, R2, R3 = (replica_id("rollout", i) for i in range(4))
 N1, N2, N3, N4, N5, N6, N7, N8 = (NodeName(f"n{i}") for i in range(1, 9))

@@ -9,8 +9,8 @@ import msgspec
 from rrl.core.types import Life, ReplicaId, Version, member_id, role_of
 from rrl.manager.model.state import State, Status
 from rrl.manager.planner.peer_directory import wire
-from rrl.tests.manager.jobs import TRAINER, gang_job
-from rrl.tests.manager.world import World
+from rrl.tests.support.manager.jobs import TRAINER, gang_job
+from rrl.tests.support.manager.world import World
 from rrl.transport.messages import Holder
 
 OLD, NEW = Version(6, 1), Version(7, 1)

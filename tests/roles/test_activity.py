@@ -12,7 +12,7 @@ import pytest
 
 from rrl.core.run_dir import write_atomically
 from rrl.roles.launcher.activity import Usage, at_work, usage
-from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.messages import Beat, FirstWork, Hello
 
 ME = (4242, 77)

@@ -15,7 +15,7 @@ from rrl.core.launch import LAUNCH_ENV, ExitReason, Launch
 from rrl.core.processes import Process, look
 from rrl.core.types import Life, ReplicaId
 from rrl.roles.agent.main import _removed
-from rrl.tests.lab.first import Lab, Manager, eventually, lab
+from rrl.tests.support.listening_manager import Lab, Manager, eventually, lab
 from rrl.transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Injected, StepExit, Stop
 
 SLEEP = ("sleep", "1000")

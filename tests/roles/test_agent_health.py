@@ -13,8 +13,8 @@ import msgspec
 
 from rrl.core.launch import Launch
 from rrl.core.types import Cause, Finding, Verdict
-from rrl.tests.lab.first import Lab, Manager, eventually, lab
-from rrl.tests.lab.nvml.driver import FakeDriver
+from rrl.tests.support.listening_manager import Lab, Manager, eventually, lab
+from rrl.tests.support.nvml.driver import FakeDriver
 from rrl.transport.messages import AgentBeat, AgentHello, Found, Load, Stop
 
 BUSY = ("sh", "-c", "while :; do :; done")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from rrl.roles.trajectories.types import StepMetrics
 from rrl.roles.worker import commit_reports
 from rrl.roles.worker.commit_reports import CommitReports
-from rrl.tests.manager import virtual
+from rrl.tests.support.manager import virtual
 
 
 def metrics(step: int) -> dict[str, float]:

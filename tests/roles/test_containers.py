@@ -14,7 +14,7 @@ from rrl.core.role_environment import prelude
 from rrl.core.run_dir import write_atomically
 from rrl.core.run_spec import ContainerView, EnvView, Resources, RoleView
 from rrl.manager.execute.launch import apptainer
-from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.messages import AgentBeat, AgentHello, Gone, StepExit
 
 FAKE = Path(__file__).parent.parent / "lab" / "fake_apptainer"

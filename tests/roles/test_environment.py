@@ -21,7 +21,7 @@ from rrl.core.run_spec import EnvView
 from rrl.core.types import Life, NodeName, ReplicaId
 from rrl.roles.launcher.environment import on_this_node, rdma_devices, see_all_gpus, ucx_devices
 from rrl.roles.launcher.gpus import held_gpus, held_gpus_within
-from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.address import NoAddress, interfaces
 from rrl.transport.messages import AgentHello, StepExit
 

@@ -13,7 +13,7 @@ from rrl.core.faults import TRAITS, Fault, FaultKind
 from rrl.core.processes import look
 from rrl.roles.agent import fault_injection
 from rrl.roles.agent.fault_injection import PERFORM, NotPerformed, Target, find_target, lasts
-from rrl.tests.lab.first import Lab, eventually, lab
+from rrl.tests.support.listening_manager import Lab, eventually, lab
 
 
 def target_of(at: Lab, file: str) -> Target | None:

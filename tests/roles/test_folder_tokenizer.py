@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rrl.roles.models.tokenizer import open_tokenizer
-from rrl.tests.roles import folders
+from rrl.tests.support.roles import folders
 
 pytestmark = pytest.mark.torch
 

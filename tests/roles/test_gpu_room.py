@@ -13,8 +13,8 @@ from signal import SIGKILL
 import msgspec
 
 from rrl.core.launch import ExitReason, ExitRecord, Launch
-from rrl.tests.lab.first import Lab, eventually, lab
-from rrl.tests.lab.nvml.driver import FakeDriver
+from rrl.tests.support.listening_manager import Lab, eventually, lab
+from rrl.tests.support.nvml.driver import FakeDriver
 from rrl.transport.messages import Stop
 
 GIB = 2**30

@@ -22,7 +22,7 @@ from rrl.roles.models.policy import (
     weights,
 )
 from rrl.roles.models.tensors import pack, unpack
-from rrl.tests.roles import folders
+from rrl.tests.support.roles import folders
 from rrl.transport.weights.manifest import layout
 
 pytestmark = pytest.mark.torch

@@ -12,7 +12,7 @@ import pytest
 from rrl.core.launch import LAUNCH_ENV
 from rrl.core.processes import STEP_MODULE, Process, end, look, marks, processes, send, sweep
 from rrl.roles.launcher.process_group import Census, kill_group
-from rrl.tests.lab.first import until
+from rrl.tests.support.listening_manager import until
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rrl.core.log_lines import STAMP
 from rrl.roles.launcher.logs import pump
 from rrl.roles.launcher.logs.files import RotatingLog
 from rrl.roles.launcher.logs.pump import LogPump
-from rrl.tests.lab.first import PATIENCE, until
+from rrl.tests.support.listening_manager import PATIENCE, until
 from rrl.transport.control.log_messages import TAIL_BYTES, Backlog
 
 

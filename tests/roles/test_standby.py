@@ -19,8 +19,8 @@ from rrl.roles.launcher.environment import GPUS_ENV
 from rrl.roles.launcher.process_group import NICE, keep_gpus
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.lab.first import PATIENCE, eventually
 from rrl.tests.roles.test_worker import Manager, Scene, play, scene
+from rrl.tests.support.listening_manager import PATIENCE, eventually
 from rrl.transport.messages import (
     Admitted,
     Beat,

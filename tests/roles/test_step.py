@@ -10,7 +10,7 @@ import pytest
 
 from rrl.core.launch import LAUNCH_ENV, ExitReason, ExitRecord, Launch, exit_text
 from rrl.core.processes import STEP_ENV, Process, descendants, look
-from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
+from rrl.tests.support.listening_manager import PATIENCE, Lab, eventually, lab
 from rrl.transport.messages import Fenced, StepExit, Stop, Wanted
 
 SLEEP = ("sleep", "1000")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rrl.core.types import Life, Version
 from rrl.roles.trajectories.types import NewestVersion
 from rrl.roles.worker.weight_sources import WeightSources
-from rrl.tests.roles.trajectories.crew import OTHER, ROLLOUT, TRAINER, life
+from rrl.tests.support.roles.trajectories.crew import OTHER, ROLLOUT, TRAINER, life
 from rrl.transport.messages import Holder, Peer, Peers
 
 NEXT_TRAINER = life("trainer/0", 2)

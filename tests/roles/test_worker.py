@@ -29,9 +29,9 @@ from rrl.roles.trajectories.types import CommittedState, Done, Item, Request, Sc
 from rrl.roles.worker import api
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
-from rrl.tests.lab.first import Manager as FirstManager
-from rrl.tests.roles.trajectories import crew
+from rrl.tests.support.listening_manager import PATIENCE, Lab, eventually, lab
+from rrl.tests.support.listening_manager import Manager as FirstManager
+from rrl.tests.support.roles.trajectories import crew
 from rrl.transport.control.endpoints import Address, Listener
 from rrl.transport.messages import (
     Beat,

@@ -11,7 +11,7 @@ import pytest
 from rrl.config.job.load import load_job
 from rrl.config.job.resolve import resolve
 from rrl.core.run_spec import Limits
-from rrl.tests.lab.runs import TestRun, check_records, check_sound, submit_here
+from rrl.tests.support.runs import TestRun, check_records, check_sound, submit_here
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SHIPPED = sorted(EXAMPLES.rglob("*.toml"))

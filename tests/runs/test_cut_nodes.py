@@ -14,8 +14,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import StopStep
 from rrl.manager.storage.lease import holder
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, others, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, check_sound, light_job, lives, others, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 

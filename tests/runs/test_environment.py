@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.lab.runs import TestRun, submit_here, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, submit_here, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 FAKE_APPTAINER = Path(__file__).parent.parent / "lab" / "fake_apptainer"
 SHELL = {"LOOK_SECRET": "s3", "SLURM_NTASKS": "64", "PMI_RANK": "5", "PMIX_RANK": "5", "OMPI_COMM_WORLD_RANK": "5"}

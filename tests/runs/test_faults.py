@@ -18,8 +18,8 @@ from rrl.core.types import ReplicaId
 from rrl.manager.intake.user_commands import Letter
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import State, Status
-from rrl.tests.lab.mounts import own_mounts
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_here
+from rrl.tests.support.mounts import own_mounts
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_here
 
 PLANNED = [
     ("kill", "agent/local2", 1, ""),

@@ -16,8 +16,8 @@ from rrl.core.types import NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence
 from rrl.manager.model.state import Status
-from rrl.tests.lab.local import crash
-from rrl.tests.lab.runs import (
+from rrl.tests.support.local_cluster import crash
+from rrl.tests.support.runs import (
     RRL,
     TestRun,
     check_sound,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rrl.manager.model import events as ev
-from rrl.tests.lab.runs import DEADLINE, TestRun, check_sound, light_job, lives, others, submit_here, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import DEADLINE, TestRun, check_sound, light_job, lives, others, submit_here, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 STEPS_AWAY = 40
 """steps that are trained while the manager is away"""

@@ -23,7 +23,7 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Request
 from rrl.manager.model.state import State
 from rrl.manager.storage.lease import holder
-from rrl.tests.lab.runs import (
+from rrl.tests.support.runs import (
     DEADLINE,
     RRL,
     Lives,
@@ -37,7 +37,7 @@ from rrl.tests.lab.runs import (
     submit_on,
     write_job,
 )  # fmt: skip
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
 VICTIM = ReplicaId("rollout/1")

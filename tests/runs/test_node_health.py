@@ -10,8 +10,8 @@ from pathlib import Path
 from rrl.core.types import AGENT, SHADOW, Cause, NodeName, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch
-from rrl.tests.lab.nvml.driver import FakeDriver
-from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
+from rrl.tests.support.nvml.driver import FakeDriver
+from rrl.tests.support.runs import TestRun, check_sound, light_job, lives, submit_here
 
 VICTIM = ReplicaId("rollout/1")
 AS_PYTHON = """#!/bin/sh

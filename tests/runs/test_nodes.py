@@ -9,8 +9,8 @@ import pytest
 from rrl.core.types import NodeName, ReplicaId
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Drain, Exclude, Readmit, Shrink, Undrain
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm]
 

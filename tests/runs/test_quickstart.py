@@ -9,7 +9,7 @@ import pytest
 from rrl.core.launch import ExitReason
 from rrl.core.types import SHADOW, ReplicaId, role_of
 from rrl.manager.model import events as ev
-from rrl.tests.lab.runs import check_sound, submit_here
+from rrl.tests.support.runs import check_sound, submit_here
 
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
 VICTIM = ReplicaId("rollout/1")

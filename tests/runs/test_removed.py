@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.lab.runs import light_job, submit_here
+from rrl.tests.support.runs import light_job, submit_here
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import msgspec
 
 from rrl.core.types import NodeName, Outcome, ReplicaId
 from rrl.manager.model import events as ev
-from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
+from rrl.tests.support.runs import TestRun, check_sound, light_job, lives, submit_here
 
 ROLLOUT = ReplicaId("rollout/1")
 

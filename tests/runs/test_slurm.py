@@ -10,7 +10,7 @@ import pytest
 
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import ReplicaId
-from rrl.tests.lab.runs import (
+from rrl.tests.support.runs import (
     RRL,
     TestRun,
     all_work,
@@ -21,7 +21,7 @@ from rrl.tests.lab.runs import (
     submit_on,
     write_job,
 )  # fmt: skip
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 VICTIM = ReplicaId("rollout/1")

@@ -11,8 +11,8 @@ import pytest
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Request
 from rrl.manager.model.queries import workers
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 CLEAR_DEADLINE_S = 60.0

@@ -9,8 +9,8 @@ import pytest
 
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.long  # and part of make test-slurm-versions
 

@@ -15,8 +15,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Request
 from rrl.manager.model.queries import workers
 from rrl.manager.model.state import State, Status
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import TestRun, all_work, check_sound, light_job, lives, others, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
 
 VICTIM = ReplicaId("rollout/1")
 TRAINER = ReplicaId("trainer/0")

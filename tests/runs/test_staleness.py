@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rrl.core.types import ReplicaId
-from rrl.tests.lab.runs import check_sound, light_job, submit_here
+from rrl.tests.support.runs import check_sound, light_job, submit_here
 
 TRAINER = ReplicaId("trainer/0")
 KILL = '[[faults.planned]]\nkind = "kill"\ntarget = "trainer/0"\nat = "step=2"\n'

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV
-from rrl.tests.lab.runs import DEADLINE, RRL, light_job, write_job
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.runs import DEADLINE, RRL, light_job, write_job
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 

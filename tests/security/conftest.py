@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rrl.tests.lab.plain_user import PlainUser, temporary_user
+from rrl.tests.support.plain_user import PlainUser, temporary_user
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,10 @@ import pytest
 
 from rrl.core.run_dir import RUNS_ENV
 from rrl.core.types import ReplicaId
-from rrl.tests.lab.plain_user import PlainUser
-from rrl.tests.lab.runs import RRL, TestRun, all_work, light_job, lives, submitted, write_job
-from rrl.tests.security.assault import BACK_WITHIN
-from rrl.tests.security.attacks import Footprint, barrage, ports_of
+from rrl.tests.support.plain_user import PlainUser
+from rrl.tests.support.runs import RRL, TestRun, all_work, light_job, lives, submitted, write_job
+from rrl.tests.support.security.assault import BACK_WITHIN
+from rrl.tests.support.security.attacks import Footprint, barrage, ports_of
 from rrl.transport.keys import RunKeys
 
 GARBAGE = 1500
@@ -85,10 +85,10 @@ def test_a_default_run_listens_on_loopback_and_loads_no_ucx(run: TestRun, owner:
 
 
 def reached_by_ucx(attacker: PlainUser, ports: list[int]) -> dict[int, list[str]]:
-    """What the attack of :mod:`rrl.tests.security.ucx_attack` reached at each port."""
+    """What the attack of :mod:`rrl.tests.support.security.ucx_attack` reached at each port."""
     if importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed")
-    attack = attacker.popen(sys.executable, "-m", "rrl.tests.security.ucx_attack", LOOPBACK, *map(str, ports))
+    attack = attacker.popen(sys.executable, "-m", "rrl.tests.support.security.ucx_attack", LOOPBACK, *map(str, ports))
     out, err = attack.communicate(timeout=WITHIN_S)
     assert attack.returncode == 0, err
     return {int(port): ways for port, ways in json.loads(out).items()}
@@ -98,7 +98,7 @@ def test_the_attack_reaches_ucx_where_a_job_trusts_its_network(owner: PlainUser,
     """Without this, the next test could pass because the attack does nothing."""
     keys = owner.home / "victims_keys.json"
     owner.call(lambda: RunKeys.make().save(keys), WITHIN_S)
-    victim = owner.popen(sys.executable, "-m", "rrl.tests.security.victim", "ucx", str(keys))
+    victim = owner.popen(sys.executable, "-m", "rrl.tests.support.security.victim", "ucx", str(keys))
     assert victim.stdout is not None
     try:
         serves = victim.stdout.readline().strip()

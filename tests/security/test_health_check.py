@@ -16,8 +16,8 @@ from rrl.core.types import Finding, Verdict
 from rrl.health.node_check import check_node
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.kernel_log import recognise
-from rrl.tests.lab.dcgm.exporter import labels, page
-from rrl.tests.lab.plain_user import PlainUser
+from rrl.tests.support.dcgm.exporter import labels, page
+from rrl.tests.support.plain_user import PlainUser
 
 UUID = "GPU-0a0a0a0a-0000-4000-8000-000000000000"
 WITHIN_S = 60.0

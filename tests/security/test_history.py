@@ -16,8 +16,21 @@ import pytest
 
 from rrl.health.history.rates import DAY
 from rrl.health.history.records import Told
-from rrl.tests.health.site import BEGAN, HOUR, acted, began, failed, found, held, left, mended, over, told, write
-from rrl.tests.lab.plain_user import PlainUser
+from rrl.tests.support.health.site_history import (
+    BEGAN,
+    HOUR,
+    acted,
+    began,
+    failed,
+    found,
+    held,
+    left,
+    mended,
+    over,
+    told,
+    write,
+)
+from rrl.tests.support.plain_user import PlainUser
 
 DEADLINE_S = 300.0
 """for one report, which takes some seconds"""

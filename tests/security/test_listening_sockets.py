@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from rrl.core.run_dir import RUNS_ENV, RunDir
-from rrl.tests.lab.plain_user import PlainUser, popen_as
-from rrl.tests.lab.runs import RRL, TestRun, write_job
-from rrl.tests.security.sockets import Bound, bound_by
+from rrl.tests.support.plain_user import PlainUser, popen_as
+from rrl.tests.support.runs import RRL, TestRun, write_job
+from rrl.tests.support.security.sockets import Bound, bound_by
 
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
 _STARTS_WITHIN_S = 300.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rrl.tests.lab.plain_user import PlainUser
+from rrl.tests.support.plain_user import PlainUser
 
 
 def test_the_attacker_cannot_read_what_the_owner_wrote(owner: PlainUser, attacker: PlainUser) -> None:

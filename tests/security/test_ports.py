@@ -21,13 +21,13 @@ import pytest
 from rrl.core.types import Life, NodeName, ReplicaId
 from rrl.roles.snapshots.format import SnapshotError
 from rrl.roles.trajectories.types import Answer, GetCommitted, NotYet
-from rrl.tests.roles.snapshots.keeping import member
-from rrl.tests.security import attacks
-from rrl.tests.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
-from rrl.tests.security.victim import SIZE
-from rrl.tests.transport.proxy import Proxy
-from rrl.tests.transport.weights.piping import KINDS as PIPES
-from rrl.tests.transport.weights.source import VERSION, content
+from rrl.tests.support.roles.snapshots.keeping import member
+from rrl.tests.support.security import attacks
+from rrl.tests.support.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
+from rrl.tests.support.security.victim import SIZE
+from rrl.tests.support.transport.proxy import Proxy
+from rrl.tests.support.transport.weights.piping import KINDS as PIPES
+from rrl.tests.support.transport.weights.source import VERSION, content
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Admitted, Down, Wanted
@@ -53,7 +53,7 @@ class Victim:
         self.kind = kind
         self.keys = RunKeys.make()
         self.keys.save(folder / "keys.json")
-        argv = [sys.executable, "-m", "rrl.tests.security.victim", kind, str(folder / "keys.json")]
+        argv = [sys.executable, "-m", "rrl.tests.support.security.victim", kind, str(folder / "keys.json")]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.endpoint = self._process.stdout.readline().strip()

@@ -21,11 +21,11 @@ from rrl.core.types import Life, ReplicaId
 from rrl.manager.intake.user_commands import letters
 from rrl.manager.storage.journal import MAGIC, SCHEMA, Journal, _framed
 from rrl.manager.storage.lease import Holder
-from rrl.tests.cli.story import Story, completed
-from rrl.tests.lab.first import PATIENCE, eventually
-from rrl.tests.lab.plain_user import others_can_run_us
-from rrl.tests.lab.runs import light_job
-from rrl.tests.manager.jobs import job
+from rrl.tests.support.cli.story import Story, completed
+from rrl.tests.support.listening_manager import PATIENCE, eventually
+from rrl.tests.support.manager.jobs import job
+from rrl.tests.support.plain_user import others_can_run_us
+from rrl.tests.support.runs import light_job
 from rrl.transport.control.endpoints import Address, Dialer, Listener
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Down, Goodbye, Up

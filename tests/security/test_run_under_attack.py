@@ -11,8 +11,8 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.types import ReplicaId, Verdict
 from rrl.manager.model import events as ev
 from rrl.manager.model.state import Status
-from rrl.tests.lab.runs import TestRun, check_sound, light_job, lives, submit_here
-from rrl.tests.security.assault import assault, targets
+from rrl.tests.support.runs import TestRun, check_sound, light_job, lives, submit_here
+from rrl.tests.support.security.assault import assault, targets
 
 FRAMES = 1500
 FIRST_FRAMES = 300

@@ -6,7 +6,7 @@ import pytest
 
 from rrl.core.run_spec import Resources
 from rrl.slurm_templates.render import allocation_options, allocation_script
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm.lab import SlurmLab
 
 NODE = Resources(cpus=4, gpus=2, mem=2 * 2**30)
 

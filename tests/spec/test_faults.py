@@ -12,7 +12,7 @@ from rrl.config.job.load import SpecError, load_job
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.faults import TRAITS, At, Fault, FaultKind, Hits, Misfit, Unfit, concrete, read_at, unfit
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.job_toml import JOB
 
 REPLICAS = {"trainer": 1, "rollout": 4}
 RANDOM = {"kinds": ["kill", "freeze", "slow"], "every": "60s", "seconds": "5s", "amount": 0.5}

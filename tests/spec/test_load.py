@@ -16,8 +16,8 @@ from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.phases import PHASES
 from rrl.core.run_spec import Limits
-from rrl.tests.lab.plain_user import call_as
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.job_toml import JOB
+from rrl.tests.support.plain_user import call_as
 
 
 def complaint(tmp_path: Path, text: str | bytes) -> str:

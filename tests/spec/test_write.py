@@ -12,7 +12,7 @@ from rrl.config.job.render import as_toml
 from rrl.config.job.resolve import resolve
 from rrl.config.job.schema import Job
 from rrl.core.units import duration_text, seconds, size, size_text
-from rrl.tests.spec.jobs import JOB
+from rrl.tests.support.job_toml import JOB
 
 
 def job(**changes: Any) -> Job:

@@ -16,8 +16,8 @@ from rrl.core.types import Version
 from rrl.roles.models.policy import weights
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.trajectories.types import Item, Segment
-from rrl.tests.vllm import engines
-from rrl.tests.vllm.engines import ATOL, EOS, SPEC, Made
+from rrl.tests.support.engine import engines
+from rrl.tests.support.engine.engines import ATOL, EOS, SPEC, Made
 
 pytestmark = pytest.mark.vllm
 

@@ -17,9 +17,9 @@ from rrl.config.job.load import load_job
 from rrl.core.types import SHADOW, ReplicaId, role_of
 from rrl.examples.smollm2 import make_model
 from rrl.manager.model import events as ev
-from rrl.tests.lab.runs import TestRun, check_sound, submit_here
-from rrl.tests.vllm.engines import ATOL
-from rrl.tests.vllm.recorded import Recorded
+from rrl.tests.support.engine.engines import ATOL
+from rrl.tests.support.engine.recorded import Recorded
+from rrl.tests.support.runs import TestRun, check_sound, submit_here
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 

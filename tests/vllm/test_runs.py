@@ -15,7 +15,7 @@ from rrl.core.launch import LAUNCH_ENV
 from rrl.core.processes import look
 from rrl.core.types import ReplicaId
 from rrl.manager.model import events as ev
-from rrl.tests.lab.runs import TestRun, all_work, check_sound, submit_here
+from rrl.tests.support.runs import TestRun, all_work, check_sound, submit_here
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

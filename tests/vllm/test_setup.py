@@ -18,7 +18,7 @@ from rrl.roles.models.policy import skeleton
 from rrl.roles.rollout import main as rollout_main
 from rrl.roles.rollout.vllm import config
 from rrl.roles.rollout.vllm.config import CannotWork
-from rrl.tests.vllm.engines import MEMORY, SPEC, VOCABULARY
+from rrl.tests.support.engine.engines import MEMORY, SPEC, VOCABULARY
 
 pytestmark = pytest.mark.vllm
 

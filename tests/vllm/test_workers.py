@@ -18,8 +18,8 @@ from rrl.core.processes import descendants, look
 from rrl.roles.rollout.engine import Engine, Sampling
 from rrl.roles.rollout.vllm import engine as vllm_engine
 from rrl.roles.rollout.vllm.weight_transfer import NAME, PlaneEngine
-from rrl.tests.vllm import engines
-from rrl.tests.vllm.engines import ATOL, SPEC, Made
+from rrl.tests.support.engine import engines
+from rrl.tests.support.engine.engines import ATOL, SPEC, Made
 from rrl.transport.address import interfaces
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,7 @@ import pytest
 
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.nvml.reader import NvmlReader
-from rrl.tests.lab.nvml.driver import STATE_ENV, FakeDriver
+from rrl.tests.support.nvml.driver import STATE_ENV, FakeDriver
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from rrl.health.readers.dcgm.parsing import NotUnderstood, diag, health
 from rrl.health.readers.dcgm.reader import DcgmReader
 from rrl.health.readers.isolation import process
 from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident
-from rrl.tests.lab.dcgm.exporter import Exporter, exporter, labels, page
+from rrl.tests.support.dcgm.exporter import Exporter, exporter, labels, page
 
 FAKE = str(Path(__file__).parents[2] / "lab" / "dcgm" / "fake_dcgmi")
 UUID = "GPU-aaaa"

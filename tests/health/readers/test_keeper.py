@@ -23,8 +23,8 @@ from rrl.core.processes import descendants, look, marks
 from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.isolation.client import Keeper, read_all
 from rrl.health.readers.samples import HostData, Reading
-from rrl.tests.lab import readers
-from rrl.tests.lab.readers import place
+from rrl.tests.support.health import readers
+from rrl.tests.support.health.readers import place
 
 P = ParamSpec("P")
 WITHIN = 60.0

@@ -15,8 +15,8 @@ from rrl.health.readers.base import ReaderOptions
 from rrl.health.readers.nvml.queries import MEDIUM_EVERY, SLOW_EVERY
 from rrl.health.readers.nvml.reader import NvmlReader
 from rrl.health.readers.samples import Gpu, GpuProcess, NvLink
-from rrl.tests.health.readers.nvml_reading import read_in_child
-from rrl.tests.lab.nvml.driver import FakeDriver, Value
+from rrl.tests.support.nvml.driver import FakeDriver, Value
+from rrl.tests.support.nvml.reading import read_in_child
 
 VALUES: dict[str, Value] = {
     "recovery_action": "drain_and_reset", "ecc_volatile_corrected": 11, "ecc_volatile_uncorrected": 12,

@@ -14,8 +14,8 @@ from rrl.health.readers.nvml import queries
 from rrl.health.readers.nvml import reader as nvml_reader
 from rrl.health.readers.nvml.reader import NvmlReader
 from rrl.health.readers.samples import Gpu, GpuXid
-from rrl.tests.health.readers.nvml_reading import SECONDS, said_in_child, start, unread_or_told
-from rrl.tests.lab.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
+from rrl.tests.support.nvml.driver import FUNCTIONS, STATE_ENV, FakeDriver
+from rrl.tests.support.nvml.reading import SECONDS, said_in_child, start, unread_or_told
 
 ERRORS = {name: getattr(pynvml, name) for name in sorted(dir(pynvml)) if name.startswith("NVML_ERROR_")}
 CALLED = sorted(FUNCTIONS - {"nvmlDeviceGetCount_v2", "nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"})

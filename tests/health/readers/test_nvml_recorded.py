@@ -1,4 +1,4 @@
-"""Recordings of real GPUs (``rrl.tests.lab.nvml.record``): what the stand-in says of them is what the driver said.
+"""Recordings of real GPUs (``rrl.tests.support.nvml.record``): what the stand-in says of them is what the driver said.
 
 There is none in this folder yet: no machine with a GPU was at hand. The program itself is tried on the stand-in.
 """
@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rrl.tests.health.readers.nvml_reading import SECONDS, read_in_child
-from rrl.tests.lab.nvml.driver import FakeDriver
-from rrl.tests.lab.nvml.record import Recording, play
+from rrl.tests.support.nvml.driver import FakeDriver
+from rrl.tests.support.nvml.reading import SECONDS, read_in_child
+from rrl.tests.support.nvml.record import Recording, play
 
 RECORDINGS = sorted(Path(__file__).with_name("recorded").glob("*.json"))
 
 
 def recorded(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "rrl.tests.lab.nvml.record"]
+    argv = [sys.executable, "-m", "rrl.tests.support.nvml.record"]
     return subprocess.run(argv, env={**os.environ, **environ}, capture_output=True, text=True, timeout=SECONDS)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rrl.roles.launcher.environment import GPUS_ENV
 from rrl.roles.launcher.gpus import Gpus, held_gpus
-from rrl.tests.lab.nvml.driver import SONAME, STATE_ENV, FakeDriver, library
+from rrl.tests.support.nvml.driver import SONAME, STATE_ENV, FakeDriver, library
 
 
 @pytest.fixture

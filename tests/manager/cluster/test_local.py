@@ -25,8 +25,8 @@ from rrl.manager.cluster.base import (  # fmt: skip
     Unanswered,
 )
 from rrl.manager.cluster.local import LocalCluster
-from rrl.tests.lab.first import PATIENCE, Lab, Manager, eventually, lab
-from rrl.tests.lab.local import crash, processes_on
+from rrl.tests.support.listening_manager import PATIENCE, Lab, Manager, eventually, lab
+from rrl.tests.support.local_cluster import crash, processes_on
 from rrl.transport.messages import AgentBeat, AgentHello, StepExit, Wanted
 
 SLEEP = ("sleep", "1000")

@@ -19,8 +19,8 @@ from rrl.core.types import NodeName
 from rrl.manager.cluster.base import AllocationState, Ask, NodeState, Observed, Refused, Step, Unanswered
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
-from rrl.tests.lab import slurm_processes
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm import processes as slurm_processes
+from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
 

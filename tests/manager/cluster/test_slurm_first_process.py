@@ -19,8 +19,8 @@ from rrl.core.types import NodeName
 from rrl.manager.cluster.base import AllocationState, Ask, Refused, Step
 from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import SlurmLimits
-from rrl.tests.lab.first import PATIENCE, Lab, eventually, lab
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.listening_manager import PATIENCE, Lab, eventually, lab
+from rrl.tests.support.slurm.lab import SlurmLab
 from rrl.transport.messages import AgentHello, StepExit
 
 pytestmark = pytest.mark.slurm

@@ -12,8 +12,8 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.manager.cluster.base import Refused, Unanswered
 from rrl.manager.cluster.slurm.lab_faults import HARM_ENV, harm
-from rrl.tests.lab import slurm_processes
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm import processes as slurm_processes
+from rrl.tests.support.slurm.lab import SlurmLab
 
 CRASH = Fault("f1", FaultKind.CRASH, "n2", seconds=1.0)
 

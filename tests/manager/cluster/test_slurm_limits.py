@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rrl.manager.cluster.slurm.limits import Limit, association_limits, enforced, look, qos_limits
-from rrl.tests.lab import slurm_accounting as accounting
-from rrl.tests.lab.slurm import SlurmLab
+from rrl.tests.support.slurm import accounting
+from rrl.tests.support.slurm.lab import SlurmLab
 
 ASSOC = "astro||4|10||40|normal\nastro|gpu|2|||\nphysics|||||\n"
 

@@ -14,9 +14,9 @@ from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import Ended
 from rrl.manager.cluster.slurm.nodes import SlurmNodes
 from rrl.manager.cluster.slurm.parsing import Job
-from rrl.tests.lab.plain_user import call_as
-from rrl.tests.lab.slurm import SlurmLab
 from rrl.tests.manager.cluster.test_slurm import FAST, Run, as_user, lives, state, until
+from rrl.tests.support.plain_user import call_as
+from rrl.tests.support.slurm.lab import SlurmLab
 
 N1, N2, N3, N4 = (NodeName(f"n{i}") for i in range(1, 5))
 OURS = "rrl:run-1:gpu: xid: agent: Xid 79, GPU 3 has fallen off the bus"

@@ -10,7 +10,7 @@ from rrl.roles.rollout.engine import Sampling
 from rrl.roles.rollout.torch_engine import TorchEngine, seed_of
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.types import Batch, Item, Segment
-from rrl.tests.roles.trainer import harness
+from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
 

@@ -17,9 +17,9 @@ from rrl.roles.snapshots import server as keepers
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.format import META_ROOM, PAYLOAD, Damaged, Fenced, Kept, SnapshotError, digest_of
 from rrl.roles.snapshots.server import Keeper
-from rrl.tests.lab.first import PATIENCE, until
-from rrl.tests.roles.snapshots.keeping import FAR, keep, keeper, member, process
-from rrl.tests.roles.snapshots.writer import GANG, NODE
+from rrl.tests.support.listening_manager import PATIENCE, until
+from rrl.tests.support.roles.snapshots.keeping import FAR, keep, keeper, member, process
+from rrl.tests.support.roles.snapshots.writer import GANG, NODE
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
 from rrl.transport.streams.framing import send_bulk

@@ -21,9 +21,9 @@ from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.connection import local_key, remote_key, socket_name
 from rrl.roles.snapshots.format import Kept, SnapshotError
 from rrl.roles.snapshots.server import Keeper
-from rrl.tests.lab.first import PATIENCE, until
-from rrl.tests.roles.snapshots.keeping import FAR, keep, keeper, member
-from rrl.tests.roles.snapshots.writer import GANG, NODE, RUN
+from rrl.tests.support.listening_manager import PATIENCE, until
+from rrl.tests.support.roles.snapshots.keeping import FAR, keep, keeper, member
+from rrl.tests.support.roles.snapshots.writer import GANG, NODE, RUN
 from rrl.transport.keys import RunKeys
 from rrl.transport.streams import framing
 from rrl.transport.streams.unix import LocalListener, UnixLine, abstract, dial_local

@@ -15,9 +15,9 @@ from rrl.core.types import Life, NodeName, ReplicaId
 from rrl.roles.snapshots.client import SnapshotClient
 from rrl.roles.snapshots.connection import socket_name
 from rrl.roles.snapshots.format import Fenced, SnapshotError
-from rrl.tests.lab.first import Lab, eventually, lab
-from rrl.tests.roles.snapshots.keeping import keep
-from rrl.tests.security.attacks import Footprint
+from rrl.tests.support.listening_manager import Lab, eventually, lab
+from rrl.tests.support.roles.snapshots.keeping import keep
+from rrl.tests.support.security.attacks import Footprint
 from rrl.transport import messages as msg
 
 GANG = ReplicaId("trainer/0")

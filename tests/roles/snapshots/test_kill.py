@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.roles.snapshots.keeping import keeper, member
-from rrl.tests.roles.snapshots.writer import SIZE
+from rrl.tests.support.roles.snapshots.keeping import keeper, member
+from rrl.tests.support.roles.snapshots.writer import SIZE
 from rrl.transport.keys import RunKeys
 
 WHERE = ("copy", "digest", "head", "sealed")
@@ -32,7 +32,7 @@ class Members:
         self._progress = folder / "progress"
         self._progress.write_bytes(bytes(8))
         files = (str(folder / "keys.json"), str(self._progress))
-        argv = [sys.executable, "-m", "rrl.tests.roles.snapshots.writer", *files]
+        argv = [sys.executable, "-m", "rrl.tests.support.roles.snapshots.writer", *files]
         self._forks = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @property

@@ -10,7 +10,7 @@ import torch
 from rrl.core.types import NodeName
 from rrl.roles.snapshots.format import SnapshotError
 from rrl.roles.trainer.host_buffers import HostBuffers, Layout, buddy_of
-from rrl.tests.lab.first import until
+from rrl.tests.support.listening_manager import until
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,7 @@ from rrl.core.run_dir import RunDir
 from rrl.roles.trainer.checkpoint import Checkpoints
 from rrl.roles.trainer.learner import Learner
 from rrl.roles.worker.checkpoint_files import DamagedCheckpoint, describe, fresh_folder, incarnation_of, verified
-from rrl.tests.roles.trainer import harness
+from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
 

@@ -20,9 +20,9 @@ from rrl.roles.trainer.learner import Learner
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import CommittedState, Denied, NotYet
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.roles.trainer import harness
-from rrl.tests.roles.trainer.mortal import MOMENTS, SEALED, SHARED
-from rrl.tests.roles.trainer.stage import GANG, VOCABULARY, Stage, nursery
+from rrl.tests.support.roles.trainer import harness
+from rrl.tests.support.roles.trainer.mortal import MOMENTS, SEALED, SHARED
+from rrl.tests.support.roles.trainer.stage import GANG, VOCABULARY, Stage, nursery
 
 pytestmark = pytest.mark.torch
 

@@ -17,7 +17,7 @@ from rrl.roles.trainer.host_buffers import Layout
 from rrl.roles.trainer.learner import Example, Learner
 from rrl.roles.trainer.main import practise
 from rrl.roles.trajectories.types import Batch, Trajectory
-from rrl.tests.roles.trainer import harness
+from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
 

@@ -29,7 +29,7 @@ from rrl.roles.trainer.async_saver import Note, Saver
 from rrl.roles.trainer.restore import Commit, Found
 from rrl.roles.trajectories.types import Batch, Item, Segment
 from rrl.roles.worker.checkpoint_files import describe, fresh_folder
-from rrl.tests.roles.trainer import harness
+from rrl.tests.support.roles.trainer import harness
 from rrl.transport.weights.manifest import TensorSpec, layout
 
 pytestmark = pytest.mark.torch

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rrl.roles.trainer import main
-from rrl.tests.roles.trainer import publishing
-from rrl.tests.roles.trainer.stage import ENDS_BY, nursery
+from rrl.tests.support.roles.trainer import publishing
+from rrl.tests.support.roles.trainer.stage import ENDS_BY, nursery
 
 pytestmark = pytest.mark.torch
 

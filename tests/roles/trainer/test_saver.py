@@ -24,8 +24,8 @@ from rrl.roles.trainer.learner import Learner
 from rrl.roles.trainer.process_group import STANDSTILL, Gang
 from rrl.roles.worker.checkpoint_files import Digest, describe, fresh_folder
 from rrl.roles.worker.connection import Stopping
-from rrl.tests.lab.first import PATIENCE, until
-from rrl.tests.roles.trainer import harness
+from rrl.tests.support.listening_manager import PATIENCE, until
+from rrl.tests.support.roles.trainer import harness
 
 pytestmark = pytest.mark.torch
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rrl.core.types import Life
 from rrl.roles.trajectories.log import LogDamaged
 from rrl.roles.trajectories.types import Bound, Done, PackedBatch
-from rrl.tests.roles.trajectories.crew import MAX_NEW, REWARD, lease, life, open_store, score, segment
-from rrl.tests.roles.trajectories.script import Acknowledged, Script, check, log_in
+from rrl.tests.support.roles.trajectories.crew import MAX_NEW, REWARD, lease, life, open_store, score, segment
+from rrl.tests.support.roles.trajectories.script import Acknowledged, Script, check, log_in
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import pytest
 
 from rrl.roles.trajectories.log import read_frames
 from rrl.roles.trajectories.records import Record, decode
-from rrl.tests.lab.fake_disk import FakeDisk, Image
-from rrl.tests.roles.trajectories.crew import open_store
-from rrl.tests.roles.trajectories.script import Script, check
+from rrl.tests.support.fake_disk import FakeDisk, Image
+from rrl.tests.support.roles.trajectories.crew import open_store
+from rrl.tests.support.roles.trajectories.script import Script, check
 
 COMPACTS = 900
 """bytes of log from which it is compacted: several times within the script"""

@@ -18,7 +18,7 @@ from rrl.core.types import Life
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Bound, CommittedState, Denied, Done, Leased, NotYet, PackedBatch
 from rrl.roles.worker.api import _told_by
-from rrl.tests.roles.trajectories.crew import (
+from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
     GROUP,
@@ -36,7 +36,7 @@ from rrl.tests.roles.trajectories.crew import (
     segment,
     train,
 )
-from rrl.tests.roles.trajectories.crew import open_store as _open_store
+from rrl.tests.support.roles.trajectories.crew import open_store as _open_store
 
 SIZE = BATCH * GROUP
 """trajectories of a step"""

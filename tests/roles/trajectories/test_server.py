@@ -45,7 +45,7 @@ from rrl.roles.trajectories.types import (
     Segment,
 )
 from rrl.roles.worker.main_thread import Probes
-from rrl.tests.roles.trajectories.crew import (
+from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
     GROUP,
@@ -62,7 +62,7 @@ from rrl.tests.roles.trajectories.crew import (
     segment,
     train,
 )
-from rrl.tests.roles.trajectories.store_process import StoreProcess
+from rrl.tests.support.roles.trajectories.store_process import StoreProcess
 from rrl.transport.control.endpoints import Dialer, Incoming, Listener
 from rrl.transport.control.sockets import Bounds
 from rrl.transport.keys import RunKeys

@@ -24,7 +24,7 @@ from rrl.roles.trajectories.types import (
     Scoring,
     Segment,
 )
-from rrl.tests.roles.trajectories.crew import (
+from rrl.tests.support.roles.trajectories.crew import (
     ALL,
     BATCH,
     GROUP,

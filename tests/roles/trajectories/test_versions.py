@@ -12,7 +12,7 @@ from rrl.roles.trajectories.server import Followers
 from rrl.roles.trajectories.store import Store
 from rrl.roles.trajectories.types import Answer, Denied, FollowVersions, NewestVersion, NotYet
 from rrl.roles.trajectories.versions import MAX_HOLDERS
-from rrl.tests.roles.trajectories.crew import ALL, OTHER, REWARD, ROLLOUT, TRAINER, life, open_store
+from rrl.tests.support.roles.trajectories.crew import ALL, OTHER, REWARD, ROLLOUT, TRAINER, life, open_store
 from rrl.transport.control.endpoints import Incoming
 from rrl.transport.messages import Holder
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrl.roles.trajectories.types import Denied, Done, NotYet
-from rrl.tests.roles.trajectories.crew import (
+from rrl.tests.support.roles.trajectories.crew import (
     BATCH,
     GROUP,
     OTHER,
@@ -28,7 +28,7 @@ from rrl.tests.roles.trajectories.crew import (
     score,
     segment,
 )
-from rrl.tests.roles.trajectories.virtual_run import BROKEN, Setting, VirtualRun
+from rrl.tests.support.roles.trajectories.virtual_run import BROKEN, Setting, VirtualRun
 
 SIZE = BATCH * GROUP
 """trajectories of a step"""

@@ -18,9 +18,20 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.security import attacks
-from rrl.tests.transport.weights.piping import CHUNK, SECRET, SIZE, SOON, calm, complete, holder, holding, piped, served
-from rrl.tests.transport.weights.source import VERSION, content, described
+from rrl.tests.support.security import attacks
+from rrl.tests.support.transport.weights.piping import (
+    CHUNK,
+    SECRET,
+    SIZE,
+    SOON,
+    calm,
+    complete,
+    holder,
+    holding,
+    piped,
+    served,
+)
+from rrl.tests.support.transport.weights.source import VERSION, content, described
 from rrl.transport.tcp_inspection import listening
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import nixl, nixl_memory, protocol, select
@@ -63,7 +74,7 @@ class Other:
 
 @contextmanager
 def other() -> Iterator[Other]:
-    argv = [sys.executable, "-m", "rrl.tests.transport.weights.slots"]
+    argv = [sys.executable, "-m", "rrl.tests.support.transport.weights.slots"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Other(process)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.transport.weights.piping import KINDS, PIPES_ENV
+from rrl.tests.support.transport.weights.piping import KINDS, PIPES_ENV
 from rrl.transport.weights.base import package
 
 HERE = Path(__file__).parent

@@ -1,0 +1,644 @@
+"""A whole site in virtual time around the real manager: a cluster, agents, workers, and the messages between them.
+
+What lives here outlives the manager. It can be killed at any record, in the middle of whatever it was doing: nothing
+that it does afterwards reaches the site. Files are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import msgspec
+import pytest
+
+from rrl.core.faults import Fault, FaultKind
+from rrl.core.launch import ExitReason, ExitRecord, read_launch
+from rrl.core.phases import STANDBY
+from rrl.core.run_dir import RunDir, write_atomically
+from rrl.core.run_spec import JobView
+from rrl.core.types import (  # fmt: skip
+    AGENT,
+    SHADOW,
+    Finding,
+    Life,
+    NodeName,
+    Outcome,
+    ReplicaId,
+    Version,
+    index_of,
+    rank_of,
+    role_of,
+)
+from rrl.manager import runtime
+from rrl.manager.cluster.base import (  # fmt: skip
+    AllocationSeen,
+    AllocationState,
+    Ask,
+    NodeSeen,
+    NodeState,
+    NotHeld,
+    Observed,
+    Refused,
+    Step,
+    Unanswered,
+)
+from rrl.manager.execute import executor
+from rrl.manager.model.events import Stamped
+from rrl.manager.model.state import State
+from rrl.manager.storage import lease, resume_request
+from rrl.manager.storage.journal import Follower, Journal
+from rrl.manager.storage.lease import Lease
+from rrl.manager.storage.resume_request import Order
+from rrl.tests.support.manager import virtual
+from rrl.transport import messages as msg
+from rrl.transport.control.endpoints import Address, Incoming
+from rrl.transport.keys import RunKeys
+
+WIRE = 0.01
+"""s that a message takes"""
+_PHASE = {"trainer": "train", "rollout": "generate", "reward": "score", SHADOW: STANDBY}
+
+
+class Killed(BaseException):
+    """kill -9 of the manager, where it stands."""
+
+
+class Site:
+    """``crash_at``: when this trainer step is committed, the node of rollout/1 dies; ``cancel_at``: somebody cancels
+    the run. ``kill_at``: the manager dies
+    over the run's so-manieth record, ``before`` it is written or just after it was made durable."""
+
+    def __init__(self, run: RunDir, job: JobView, nodes: int, crash_at: int = -1, cancel_at: int = -1) -> None:
+        self.run, self.job, self.crash_at, self.cancel_at = run, job, crash_at, cancel_at
+        self.free = [NodeName(f"n{i}") for i in range(1, nodes + 1)]
+        self.allocations: dict[str, tuple[NodeName, ...]] = {}
+        self.granted: list[str] = []
+        self.most_held = 0
+        """nodes that were held at once, at most"""
+        self.cancelled: dict[str, tuple[NodeName, ...]] = {}
+        """allocations that somebody else has cancelled, and that the cluster still lists"""
+        self.launched: list[str] = []
+        self.started: list[str] = []
+        """of the launched, those that ran: on a dead node nothing does"""
+        self.became: list[str] = []
+        """shadow and life, of those that became one"""
+        self.doubled: list[str] = []
+        """what was requested or launched a second time (the executor would survive an error here)"""
+        self.worked: set[Life] = set()
+        """of roles, whether a manager heard of it or not"""
+        self.dead_nodes: set[NodeName] = set()
+        self.actors: dict[str, Actor] = {}
+        """by step tag: everything that runs"""
+        self.committed = 0
+        self.kill_at, self.before = -1, False
+        self.kill_every = 0
+        """each manager dies over its so-manieth record"""
+        self.records: list[Stamped] = []
+        """of all managers"""
+        self.lose_answers = False
+        """what is asked is done, and nobody hears of it"""
+        self.deaf = 0
+        """so many asks are neither done nor answered"""
+        self.full_after: int | None = None
+        """number of the record after which the disk is full, for so many flushes:"""
+        self.full_flushes = 6
+        self.done_after = 15.0
+        """s that a command works before it is done; each further replica of its role so much longer again"""
+        self.blink = False
+        """every second look misses allocations and steps, or cannot be read"""
+        self.looks = 0
+        self.at_step: dict[int, Callable[[Site], None]] = {}
+        """what happens once so many steps are committed"""
+        self.drained: dict[NodeName, str] = {}
+        """nodes that nobody is given any more, and why"""
+        self.shrunk: list[NodeName] = []
+        """given back one by one"""
+        self.clock_jump = 0.0
+        """s by which the host's clock is wrong from now on"""
+        self.ill: dict[NodeName, tuple[Finding, ...]] = {}
+        """what agents find on their nodes"""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """what happens while there is no manager"""
+        self.gap = 1.0
+        """s before the next manager is started"""
+        self.managers = 0
+        self.journals: list[Journal] = []
+        """open ones"""
+        self.listener: FakeListener | None = None
+        self.now: Mortal = Mortal()
+        """the manager of now"""
+        self._written = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ── managers come and go ─────────────────────────────────────────────────────────────────────────────────────────
+    async def manage(self, patience: float = 3000.0) -> Outcome:
+        """Managers, one after the other, until one says that the run has ended."""
+        driver = asyncio.current_task()
+        async with asyncio.timeout(patience):
+            while True:
+                self.managers += 1
+                self.now, self._written = Mortal(), 0
+                manager = runtime.Manager(self.run, FakeCluster(self, self.now), self.job, str(self.run.job_toml), "x")
+                work = asyncio.create_task(manager.run())
+                died = asyncio.create_task(self.now.died.wait())
+                await asyncio.wait([work, died], return_when=asyncio.FIRST_COMPLETED)
+                if not self.now.dead:
+                    died.cancel()
+                    outcome = work.result()
+                    assert outcome is not None
+                    return outcome
+                self.listener = None
+                rest = [task for task in asyncio.all_tasks() if task is not driver and task not in self._tasks]
+                for task in rest:
+                    task.cancel()
+                await asyncio.gather(*rest, return_exceptions=True)
+                for journal in list(self.journals):
+                    journal.close()
+                await asyncio.sleep(self.gap)
+                self.meanwhile()
+
+    def record(self, journal: Journal, stamped: Stamped) -> None:
+        """Called by the journal for each record; the manager may die of it."""
+        self._written += 1
+        fatal = len(self.records) + 1 == self.kill_at or self._written == self.kill_every
+        if fatal and self.before:
+            self.kill_at = -1
+            self.now.die()
+        Journal.append(journal, stamped)
+        self.records.append(stamped)
+        if fatal:
+            Journal.flush(journal)
+            self.now.die()
+
+    # ── the cluster ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def request(self, ask: Ask) -> None:
+        if ask.tag in self.granted:
+            self.doubled.append(ask.tag)
+        kept_back = {*ask.exclude, *self.dead_nodes, *self.drained}
+        nodes = [node for node in self.free if node not in kept_back][: ask.count]
+        if len(nodes) < ask.count:
+            raise Refused("not enough nodes")
+        self.free = [node for node in self.free if node not in nodes]
+        self.allocations[ask.tag] = tuple(nodes)
+        self.granted.append(ask.tag)
+        self.most_held = max(self.most_held, sum(len(held) for held in self.allocations.values()))
+
+    def cancel_everything(self, listed: bool) -> None:
+        """Somebody cancels every job of the run: what runs is asked to leave, and does. The nodes are the first to be
+        granted again. ``listed``: the cluster still lists the jobs as cancelled; else it has forgotten them."""
+        for actor in list(self.actors.values()):
+            actor.ends(ExitReason.STOPPED)
+        if listed:
+            self.cancelled |= self.allocations
+        self.free = [*(node for held in self.allocations.values() for node in held), *self.free]
+        self.allocations = {}
+
+    def release(self, tag: str) -> None:
+        for node in self.allocations.pop(tag, ()):
+            self.free.append(node)
+            for actor in [actor for actor in self.actors.values() if actor.node == node]:
+                actor.vanish()
+
+    def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        given_back = [node for node in self.allocations.get(tag, ()) if node in nodes]
+        self.allocations[tag] = tuple(node for node in self.allocations[tag] if node not in nodes)
+        self.free += given_back
+        self.shrunk += given_back
+        for actor in [actor for actor in self.actors.values() if actor.node in given_back]:
+            actor.vanish()
+
+    def launch(self, step: Step) -> None:
+        if step.tag in self.launched:
+            self.doubled.append(step.tag)
+        self.launched.append(step.tag)
+        if step.node not in self.allocations.get(step.allocation, ()):
+            raise NotHeld(f"{step.node} is not in {step.allocation}")
+        if step.node not in self.dead_nodes:
+            self.started.append(step.tag)
+            self.actors[step.tag] = Actor(self, step.tag, read_launch(step.launch_file).life, step.node)
+
+    def observe(self) -> Observed:
+        self.looks += 1
+        if self.blink and self.looks % 2:
+            return Observed({}, {}, {}) if self.looks % 4 == 1 else Observed(None, None, None, "timed out")
+        seen = {tag: AllocationSeen(AllocationState.RUNNING, "7", nodes) for tag, nodes in self.allocations.items()}
+        for tag, ended in self.cancelled.items():
+            seen[tag] = AllocationSeen(AllocationState.ENDED, "7", ended, "CANCELLED", cancelled=True)
+        nodes = {node: self._node(node) for held in self.allocations.values() for node in held}
+        return Observed(nodes, seen, {tag: actor.node for tag, actor in self.actors.items()})
+
+    def _node(self, node: NodeName) -> NodeSeen:
+        reason = self.drained.get(node)
+        return NodeSeen(NodeState.UP) if reason is None else NodeSeen(NodeState.DRAINING, f"drained: {reason}", reason)
+
+    # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def working(self) -> dict[ReplicaId, list[Actor]]:
+        """Living workers by replica, agents and shadows left out."""
+        found: dict[ReplicaId, list[Actor]] = {}
+        for actor in self.actors.values():
+            if actor.working and actor.role not in (AGENT, SHADOW):
+                found.setdefault(actor.life.replica, []).append(actor)
+        return found
+
+    def all_work(self) -> bool:
+        return len(self.working()) == sum(role.replicas * role.ranks for role in self.job.roles)
+
+    def commit(self) -> None:
+        self.committed += 1
+        if self.committed == self.crash_at:
+            self.crash(self.working()[ReplicaId("rollout/1")][-1].node)
+        if self.committed == self.cancel_at:
+            self.order("cancel")
+        if (happens := self.at_step.get(self.committed)) is not None:
+            happens(self)
+
+    def order(self, command: str, **more: Any) -> None:
+        """Somebody writes a letter to whoever manages."""
+        letter = {"command": command, "by": "ada", **more}
+        write_atomically(self.run.mailbox / f"{command}.json", msgspec.json.encode(letter))
+
+    def resume(self, job: JobView) -> None:
+        """Somebody has the run that has ended go on, with this job."""
+        self.job = job
+        state = Follower(self.run).state()
+        assert state is not None
+        assert state.ended is not None
+        resume_request.order(self.run, Order("ada", "resume", job, "job.toml", state.ended), lambda _: None)
+
+    def when(self, holds: Callable[[], bool], then: Callable[[], None]) -> None:
+        """``then``, as soon as it holds."""
+
+        async def wait() -> None:
+            while not holds():
+                await asyncio.sleep(0.5)
+            then()
+
+        self.spawn(wait())
+
+    def idle_node(self) -> NodeName:
+        """A node of ours on which no role works."""
+        busy = {actor.node for actor in self.actors.values() if actor.role not in (AGENT, SHADOW)}
+        return next(node for held in self.allocations.values() for node in held if node not in busy)
+
+    def finds(self, *findings: Finding) -> None:
+        """These agents find this from now on, and say so."""
+        for finding in findings:
+            assert finding.node is not None
+            self.ill[finding.node] = (*self.ill.get(finding.node, ()), finding)
+            for actor in [one for one in self.actors.values() if one.node == finding.node and one.role == AGENT]:
+                actor.finds(finding)
+
+    def crash(self, node: NodeName) -> None:
+        self.dead_nodes.add(node)
+        for actor in [actor for actor in self.actors.values() if actor.node == node]:
+            actor.vanish()
+
+    async def to_rest(self) -> None:
+        """A while after the run has ended, so that whoever is still about has heard of it."""
+        await asyncio.sleep(100.0)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Mortal:
+    """One manager's life: whatever it holds of the world is let go when it dies."""
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.died = asyncio.Event()
+
+    def die(self) -> None:
+        self.dead = True
+        self.died.set()
+        raise Killed
+
+
+class Actor:
+    """A step: its first process and its worker in one, or an agent. ``life`` is what its worker is; a first process
+    goes on to speak as what it was ``launched`` as."""
+
+    def __init__(self, site: Site, tag: str, life: Life, node: NodeName) -> None:
+        self.site, self.tag, self.life, self.node = site, tag, life, node
+        self.launched = life
+        self.peer = tag.encode()
+        self.working = False
+        self.done = 0
+        self._held: int | None = None
+        self._ended: msg.StepExit | None = None
+        self._known: FakeListener | None = None
+        self._admitted = False
+        self._task = site.spawn(self._live())
+
+    @property
+    def role(self) -> str:
+        return role_of(self.life.replica)
+
+    async def _live(self) -> None:
+        await asyncio.sleep(0.3)
+        while True:
+            listener = self.site.listener
+            if listener is not None and listener is not self._known:  # a new manager: nothing said before counts
+                self._known = listener
+                self._say(self._ended or msg.Wanted(self.launched, self.tag, self.node, 1))
+                if self.working:
+                    self._greet()
+            elif self.working:
+                self._beat()
+            await asyncio.sleep(self.site.job.limits.beat)
+
+    def hear(self, message: Any) -> None:
+        if self._ended is not None:
+            return
+        if isinstance(message, msg.Admitted):
+            if not message.ok:
+                self._end(ExitReason.NOT_ADMITTED)
+            elif not self._admitted:
+                self._admitted = True
+                self.site.spawn(self._work())
+        elif isinstance(message, msg.Become):
+            if self.role == SHADOW and (message.shadow, message.tag) == (self.life, self.tag):
+                self.life = message.life
+                self._works()
+                self.site.became.append(f"{message.shadow} {message.life}")
+                self._greet()
+                if self.role == "trainer" and rank_of(self.life.replica) == 0:
+                    self.site.spawn(self._train())
+        elif isinstance(message, msg.Welcome):
+            if self.role == "trainer" and rank_of(self.life.replica) == 0:
+                loop = asyncio.get_running_loop()
+                for step in range(message.step + 1, self.site.committed + 1):  # the loop keeps no order of equal times
+                    loop.call_later(step * 1e-6, self._say, msg.Committed(self.life, step, {"reward": 0.5}))
+        elif isinstance(message, msg.Fenced):
+            if message.life == self.life:  # an agent is told of others, too
+                self._end(ExitReason.NOT_ADMITTED)
+        elif isinstance(message, msg.Stop):
+            self._end(ExitReason.STOPPED)
+        elif isinstance(message, msg.Inject):
+            assert message.fault.kind is FaultKind.KILL
+            target = self.site.actors.get(message.tag)
+            if target is not None:
+                target.die()
+            self._say(msg.Injected(message.fault, target is not None))
+
+    async def _work(self) -> None:
+        await asyncio.sleep(0.7)
+        if self._ended is not None or self.tag not in self.site.actors:
+            return
+        self.working = True
+        self._works()
+        self._greet()
+        if self.role == "trainer":
+            if rank_of(self.life.replica) == 0:
+                await self._train()
+        elif any(role.name == self.role and role.kind == "command" for role in self.site.job.roles):
+            await asyncio.sleep(self.site.done_after * (1 + int(index_of(self.life.replica))))
+            self._say(msg.Goodbye(self.life))
+            self._end(ExitReason.EXITED)
+
+    def _works(self) -> None:
+        if self.role not in (AGENT, SHADOW):
+            self.site.worked.add(self.life)
+
+    async def _train(self) -> None:
+        """A step every two seconds, while there is everybody that it takes."""
+        while self.tag in self.site.actors and self.site.committed < self.site.job.steps:
+            await asyncio.sleep(2.0)
+            if self.tag in self.site.actors and self.site.all_work():
+                self.site.commit()
+                self._say(msg.Committed(self.life, self.site.committed, {"reward": 0.5}))
+
+    def _greet(self) -> None:
+        if self.role == AGENT:
+            ill, now = self.site.ill.get(self.node, ()), virtual.Clock.monotonic()
+            self._say(msg.AgentHello(self.life, self.tag, self.node, self.node, 2, "boot", findings=ill, now=now))
+            return
+        holds = Version(0, 1) if self.role in ("trainer", "rollout") else None
+        phase = _PHASE.get(self.role, "serve")
+        self._say(msg.Hello(self.life, self.tag, self.node, self.node, 2, phase, None, None, holds))
+
+    def finds(self, finding: Finding) -> None:
+        if self.working:
+            self._say(msg.Found(finding, self.life, self.node, virtual.Clock.monotonic()))
+
+    def _beat(self) -> None:
+        self.done += 1
+        if self.role == AGENT:
+            self._say(msg.AgentBeat(self.life, self.node))
+        else:
+            self._say(msg.Beat(self.life, _PHASE.get(self.role, "serve"), self.done))
+            if self.done == 1 and self.role != SHADOW:
+                self._say(msg.FirstWork(self.life))
+
+    def die(self) -> None:
+        """SIGKILL of the worker: the first process leaves the record."""
+        self.ends(ExitReason.SIGNALED)
+
+    def ends(self, reason: ExitReason) -> None:
+        """Its process is gone; the first process leaves the record, and says it to a manager if there is one."""
+        self._end(reason)
+
+    def _end(self, reason: ExitReason) -> None:
+        if self._ended is not None:
+            return
+        signal = 9 if reason is ExitReason.SIGNALED else None
+        code = None if signal else 0
+        record = ExitRecord(self.tag, self.launched, self.node, code, signal, reason, 0.0)
+        write_atomically(self.site.run.exit_file(self.tag), msgspec.json.encode(record))
+        self._ended = msg.StepExit(self.launched, self.tag, code, signal, reason)
+        self._say(self._ended)
+        self.vanish()
+
+    def vanish(self) -> None:
+        self.working = False
+        self.site.actors.pop(self.tag, None)
+        self._task.cancel()
+
+    def _say(self, message: Any) -> None:
+        listener = self.site.listener
+        if listener is not None and listener is self._known:
+            asyncio.get_running_loop().call_later(WIRE, listener.take, Incoming(self.peer, None, message))
+
+
+class FakeListener:
+    def __init__(self, site: Site, epoch: int) -> None:
+        self._site, self._mortal = site, site.now
+        self._queue: asyncio.Queue[Incoming] = asyncio.Queue()
+        self.address = Address(epoch, f"tcp://nowhere:{epoch}")
+        site.listener = self
+
+    def take(self, incoming: Incoming) -> None:
+        self._queue.put_nowait(incoming)
+
+    async def receive(self) -> Incoming:
+        return await self._queue.get()
+
+    async def send(self, peer: bytes, message: Any, ask: int | None = None) -> None:
+        if not self._mortal.dead:
+            asyncio.get_running_loop().call_later(WIRE, self._deliver, peer.decode(), message)
+
+    async def send_all(self, peers: Iterable[bytes], message: Any) -> None:
+        for peer in peers:
+            await self.send(peer, message)
+
+    def _deliver(self, tag: str, message: Any) -> None:
+        actor = self._site.actors.get(tag)
+        if actor is not None:
+            actor.hear(message)
+
+    async def close(self) -> None:
+        if self._site.listener is self:
+            self._site.listener = None
+
+
+class FakeCluster:
+    """The manager's end of the cluster: its commands take a while, and their answers can be lost with the manager."""
+
+    def __init__(self, site: Site, mortal: Mortal) -> None:
+        self._site, self._mortal = site, mortal
+
+    async def _on_the_way(self) -> None:
+        await asyncio.sleep(0.2)
+        if self._mortal.dead:
+            await asyncio.Event().wait()
+
+    async def _back(self) -> None:
+        await self._on_the_way()
+        if self._site.lose_answers:
+            raise Unanswered("timed out")
+
+    async def _there(self) -> None:
+        await self._on_the_way()
+        if self._site.deaf:
+            self._site.deaf -= 1
+            raise Unanswered("timed out")
+
+    async def request(self, ask: Ask) -> None:
+        await self._there()
+        self._site.request(ask)
+        await self._back()
+
+    async def release(self, tag: str) -> None:
+        await self._on_the_way()
+        self._site.release(tag)
+        await self._on_the_way()
+
+    async def launch(self, step: Step) -> None:
+        await self._there()
+        self._site.launch(step)
+        await self._back()
+
+    async def joined(self, tag: str) -> None:
+        pass
+
+    async def stop(self, tag: str, grace: float) -> None:
+        await self._on_the_way()
+        actor = self._site.actors.get(tag)
+        if actor is not None:
+            actor.hear(msg.Stop(actor.life, grace, "stopped"))
+        await self._on_the_way()
+
+    async def drain(self, node: NodeName, reason: str) -> None:
+        await self._there()
+        self._site.drained[node] = reason
+        await self._back()
+
+    async def undrain(self, node: NodeName, reason: str) -> None:
+        await self._there()
+        if self._site.drained.get(node) == reason:
+            del self._site.drained[node]
+        await self._back()
+
+    async def shrink(self, tag: str, nodes: tuple[NodeName, ...]) -> None:
+        await self._there()
+        self._site.shrink(tag, nodes)
+        await self._back()
+
+    async def harm(self, fault: Fault) -> str:
+        raise Refused("not here")
+
+    async def observe(self) -> Observed:
+        await self._on_the_way()
+        return self._site.observe()
+
+    async def close(self) -> None:
+        pass
+
+
+def prepare(site: Site, patch: pytest.MonkeyPatch) -> None:
+    """Have the real manager live in this site, in virtual time."""
+    mortals = site
+
+    class MortalJournal(Journal):
+        def __init__(self, run: RunDir, epoch: int) -> None:
+            super().__init__(run, epoch)
+            mortals.journals.append(self)
+
+        def append(self, stamped: Stamped) -> None:
+            if not mortals.now.dead:
+                mortals.record(self, stamped)
+
+        def flush(self) -> None:
+            full = mortals.full_after is not None and len(mortals.records) >= mortals.full_after
+            if full and mortals.full_flushes:
+                mortals.full_flushes -= 1
+                raise OSError(28, "No space left on device")
+            if not mortals.now.dead:
+                super().flush()
+
+        def rotate(self, state: State) -> None:
+            if not mortals.now.dead:
+                super().rotate(state)
+
+        def close(self) -> None:
+            mortals.journals.remove(self)
+            super().close()
+
+    class MortalLease(Lease):
+        def renew(self) -> None:
+            if not mortals.now.dead:
+                super().renew()
+
+        def release(self) -> None:
+            if not mortals.now.dead:
+                super().release()
+
+    class Listening:
+        @staticmethod
+        async def open(keys: RunKeys, up: Any, *, epoch: int = 0, host: str = "", bounds: Any = None) -> FakeListener:
+            return FakeListener(mortals, epoch)
+
+    class NoLogs:
+        """Nothing here writes a log, and a real socket knows no virtual time."""
+
+        @staticmethod
+        async def open(*_: Any) -> NoLogs:
+            return NoLogs()
+
+        def notice(self, event: Any) -> None:
+            pass
+
+        async def close(self) -> None:
+            pass
+
+    patch.setattr(runtime, "LogCollector", NoLogs)
+    patch.setattr(runtime, "Journal", MortalJournal)
+    patch.setattr(runtime, "Lease", MortalLease)
+    patch.setattr(runtime, "Listener", Listening)
+
+    class HostClock(virtual.Clock):
+        @staticmethod
+        def time() -> float:
+            return virtual.Clock.time() + mortals.clock_jump
+
+    patch.setattr(runtime, "time", HostClock)
+    patch.setattr(lease, "time", virtual.Clock)
+    assert not hasattr(executor, "time")

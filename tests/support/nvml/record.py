@@ -1,0 +1,143 @@
+"""Records what NVML says on this node, for a day when there is a real GPU: a fixture to compare the stand-in with.
+
+    python -m rrl.tests.support.nvml.record > tests/health/readers/recorded/h100.json
+
+The recording holds the reader's own reading, NVML's answer to each call behind it, and ``nvidia-smi -q -x`` where that
+is installed, which asks the driver by ways of its own. Serial numbers are left in: look before you publish it.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rrl.health.readers.base import Absent, Denied, ReaderOptions
+from rrl.health.readers.nvml import queries
+from rrl.health.readers.nvml.names import SUCCESS
+from rrl.health.readers.nvml.reader import NvmlReader
+from rrl.health.readers.nvml.session import Answers, Ask, FieldAsk
+from rrl.health.readers.samples import NvmlData
+from rrl.tests.support.nvml.driver import FakeDriver
+
+READS = 30
+"""timed, one each 0.1 s"""
+_SMI_WITHIN = 60.0
+"""s"""
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    kernel: str
+    ml_py: str
+    """nvidia-ml-py's version"""
+    reading: NvmlData
+    calls: tuple[dict[str, str], ...]
+    """of each GPU: field (and way, where there are several) → NVML's answer, or why there is none"""
+    cpu_seconds: float
+    """of this process per read, over :data:`READS`"""
+    smi: str = ""
+    """``nvidia-smi -q -x``; empty: not installed"""
+
+
+def record() -> Recording:
+    """Raises Absent, Denied or RuntimeError as the reader does."""
+    import pynvml
+
+    reader = NvmlReader(ReaderOptions())
+    reading = reader.read()
+    began = time.process_time()
+    for _ in range(READS):
+        time.sleep(0.1)
+        reader.read()
+    spent = (time.process_time() - began) / READS
+    reader.close()
+    pynvml.nvmlInit()
+    calls = tuple(_calls(pynvml, index) for index in range(len(reading.gpus)))
+    pynvml.nvmlShutdown()
+    return Recording(
+        kernel=platform.release(), ml_py=_version(), reading=reading, calls=calls, cpu_seconds=spent, smi=_smi()
+    )
+
+
+def play(recording: Recording, folder: Path) -> FakeDriver:
+    """The stand-in, saying what the real driver said then. Processes are not played: they are of another machine."""
+    driver = FakeDriver(folder).gpus(len(recording.reading.gpus)).version(recording.reading.driver)
+    for gpu in recording.reading.gpus:
+        for field in ("uuid", "name", "serial", "vbios"):
+            driver.set(gpu.index, field, getattr(gpu, field) or None)
+        driver.set(gpu.index, "pci", f"0000{gpu.pci.upper()}.0")
+        for field in (*_NUMBERS, "recovery_action", "fabric_state", "clock_reasons"):
+            driver.set(gpu.index, field, getattr(gpu, field))
+        driver.set(gpu.index, "nvlinks", None if gpu.nvlinks is None else len(gpu.nvlinks))
+        for link in gpu.nvlinks or ():
+            for field in ("active", "replay", "recovery", "crc_flit", "crc_data"):
+                driver.link(gpu.index, link.link, field, getattr(link, field))
+    return driver
+
+
+_NUMBERS = tuple(
+    field
+    for group in (
+        queries.FAST_FIELDS, queries.FAST, queries.MEDIUM_FIELDS, queries.MEDIUM, queries.SLOW_FIELDS,
+        queries.SLOW, queries.FIXED,
+    )
+    for ask in group
+    for field in (ask.fields if isinstance(ask, Ask) else (ask.field,))
+    if field not in ("recovery_action", "fabric_state", "fabric_status", "clock_reasons")
+)  # fmt: skip
+
+
+def _calls(nvml: Any, index: int) -> dict[str, str]:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:
+        return {"handle": str(error)}
+    answers, told = Answers(nvml, handle, may_end=False), dict[str, str]()
+    for field in (*queries.FAST_FIELDS, *queries.MEDIUM_FIELDS, *queries.SLOW_FIELDS):
+        ((code, number),) = answers.field_values([(field.number, 0)])
+        told[f"{field.field} by field {field.number}"] = str(number) if code == SUCCESS else answers.words(code)
+        told.update(_ways(answers, field.field, field))
+    for ask in (*queries.IDENTITY, *queries.FAST, *queries.MEDIUM, *queries.SLOW, *queries.FIXED):
+        told.update(_ways(answers, ", ".join(ask.fields), ask))
+    return told
+
+
+def _ways(answers: Answers, name: str, ask: Ask | FieldAsk) -> dict[str, str]:
+    told = {}
+    for place, way in enumerate(ask.ways):
+        code, value = answers.call(way)
+        told[f"{name} by way {place}"] = repr(value) if code == SUCCESS else answers.words(code)
+    return told
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("nvidia-ml-py")
+
+
+def _smi() -> str:
+    try:
+        done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=_SMI_WITHIN)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def main() -> int:
+    try:
+        recording = record()
+    except (Absent, Denied, RuntimeError) as error:
+        print(f"nothing to record: {error}", file=sys.stderr)
+        return 2
+    print(msgspec.json.format(msgspec.json.encode(recording), indent=1).decode(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""A member that writes snapshots until it is killed: ``python -m rrl.tests.support.roles.snapshots.writer KEYS PROGRESS``.
+
+Reads a line ``<incarnation> <where>`` at a time and forks: the child is the member, its pid is the answer. Every byte
+of a snapshot is its step. ``where`` it kills itself in the third step it does: ``copy`` (half of the bytes are new),
+``digest``, ``head`` (half of it is written), ``sealed``; or ``never``. PROGRESS is a file of 8 bytes: the step begun.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+from unittest import mock
+
+from rrl.core.types import NodeName, ReplicaId
+from rrl.roles.snapshots.client import SnapshotClient
+from rrl.roles.snapshots.format import Head
+from rrl.roles.snapshots.mapping import Mapped
+from rrl.transport.keys import RunKeys
+
+RUN, NODE, GANG = "run-1", NodeName("n1"), ReplicaId("trainer/0")
+SIZE = 5 * 2**20 + 17
+"""bytes: two chunks, the last one odd"""
+_LAST = 3
+"""the step of a life in which it is killed"""
+_PART = 64 * 2**10
+
+
+def main() -> None:
+    keys = RunKeys.load(Path(sys.argv[1]))
+    with open(sys.argv[2], "r+b") as file:
+        progress = mmap.mmap(file.fileno(), 8)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the killed
+    for line in sys.stdin:
+        incarnation, where = line.split()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _member(keys, progress, int(incarnation), where)
+            finally:
+                os._exit(1)
+        print(pid, flush=True)
+
+
+def _member(keys: RunKeys, progress: mmap.mmap, incarnation: int, where: str) -> None:
+    client = SnapshotClient(RUN, NODE, keys, GANG, 0, incarnation)
+    kept = client.available()
+    done = kept[0].step if kept else 0
+    last = 2**63 if where == "never" else done + _LAST
+    for step in range(done + 1, last + 1):
+        client.settle()
+        if step == last and where == "digest":
+            mock.patch("rrl.roles.snapshots.client.digest_of", _die).start()
+        if step == last and where == "head":
+            mock.patch.object(Mapped, "seal", _half_a_head).start()
+        view = client.buffer(SIZE, step)  # the step before is sealed now
+        struct.pack_into("<Q", progress, 0, step)
+        whole = bytes([step % 251]) * _PART
+        for start in range(0, SIZE, _PART):
+            if step == last and where == "copy" and start > SIZE // 2:
+                _die()
+            view[start : start + _PART] = whole[: min(_PART, SIZE - start)]
+        client.seal(step, struct.pack("<Q", step))
+        if step == last:
+            client.settle()
+            _die()
+
+
+def _half_a_head(mapped: Mapped, head: Head) -> None:
+    written = head.encode()
+    mapped.view[: len(written) // 2] = written[: len(written) // 2]
+    _die()
+
+
+def _die(*_: object) -> bytes:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""A gang of real trainer processes, a real store with recorded trajectories, real agents' memory; the manager only does
+what a gang needs of it: it welcomes, tells who lives, and fences all when one has died.
+
+The processes are forked from one that has imported torch, so that a life takes a second, not six.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import random
+from collections.abc import AsyncIterator, Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rrl.config.job.schema import Job
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life, NodeName, ReplicaId, Version, member_id, rank_of
+from rrl.roles.snapshots.server import Keeper
+from rrl.roles.trajectories.server import Server
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import CommittedState, Prompt, Request, Score, Segment
+from rrl.tests.support.listening_manager import Lab
+from rrl.tests.support.roles import folders
+from rrl.tests.support.roles.trainer import mortal
+from rrl.tests.support.roles.trajectories import crew
+from rrl.transport.control.endpoints import Listener
+from rrl.transport.messages import Fenced, Goodbye, Hello, Peer, Peers, Stop, Up, Welcome
+
+ENDS_BY = 120.0
+"""s; no test depends on how fast a life is, only that it ends"""
+GANG = ReplicaId("trainer/0")
+VOCABULARY = 13
+_GROUP, _PER_BATCH, _MAX_NEW = 3, 3, 3
+_STORE = crew.life("trajectories/0")
+_ROLLOUT, _REWARD = crew.life("rollout/0"), crew.life("reward/0")
+
+
+@contextlib.contextmanager
+def nursery() -> Iterator[ForkServerContext]:
+    """Where trainer processes are forked from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([mortal.__name__, folders.__name__])
+    try:
+        yield context
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else it lives as long as pytest
+
+
+def recorded(folder: Path, steps: int, uncommitted: int) -> Store:
+    """A store with everything that ``steps`` steps learn from: always the same."""
+    dice = random.Random(7)
+    store = Store(
+        folder, group_size=_GROUP, groups_per_batch=_PER_BATCH, max_ahead_batches=steps, max_new_tokens=_MAX_NEW,
+        next_prompt=lambda i: Prompt(i, tuple(2 + (i + place) % 10 for place in range(1 + i % 2))),
+        keep_uncommitted=uncommitted,
+    )  # fmt: skip
+    store.peers({_ROLLOUT, _REWARD})
+    ids = [item.trajectory for item in crew.lease(store, _ROLLOUT, steps * _PER_BATCH * _GROUP)]
+    segments = []
+    for one in ids:
+        tokens = tuple(dice.randrange(1, VOCABULARY) for _ in range(dice.randint(1, _MAX_NEW)))
+        segments.append(Segment(one, 0, tokens, tuple(-3 * dice.random() for _ in tokens), Version(0, 1)))
+    store.append(_ROLLOUT, segments, ids)
+    store.post_scores(_REWARD, [Score(one, dice.random(), dice.random()) for one in ids])
+    store.flush()
+    return store
+
+
+class Stage:
+    """One run of ``steps`` steps in ``path`` by ``world`` members, each on a node of its own; with ``snapshots`` each
+    node has an agent that keeps them, and so has one beside them. ``model``: the table of job.toml, instead of a small
+    one that is built; ``trainer``: more of that role's."""
+
+    def __init__(
+        self, path: Path, processes: ForkServerContext, *, world: int, steps: int, snapshots: bool = False,
+        uncommitted: int = 1, model: dict[str, Any] | None = None, **trainer: Any,
+    ) -> None:  # fmt: skip
+        self.lab = Lab(path)
+        self.world, self.steps = world, steps
+        self._processes = processes
+        settings = {"ranks": world, "snapshots": snapshots, "uncommitted": uncommitted, **trainer}
+        self.job = _job(steps, model or _BUILT, settings)
+        write_atomically(self.lab.run.resolved, msgspec.json.encode({"job": self.job}))
+        self._uncommitted = uncommitted
+        self._nodes = [NodeName(f"n{index}") for index in range(world + 1)] if snapshots else []
+        self._keepers: dict[NodeName, Keeper] = {}
+        self._peers: dict[ReplicaId, Peer] = {}
+        self._seq = 0
+        self.incarnation = 0
+        self._lines: dict[Life, bytes] = {}
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Stage]:
+        run, keys = self.lab.run, self.lab.keys
+        for node in self._nodes:
+            self.agent_starts(node)
+        self.store = recorded(run.store, self.steps, self._uncommitted)
+        self._listener = await Listener.open(keys, Up, epoch=1)
+        write_atomically(run.manager, msgspec.json.encode(self._listener.address))
+        served = await Listener.open(keys, Request, epoch=_STORE.incarnation)
+        self._peers[_STORE.replica] = Peer(_STORE, served.endpoint, joined=True)
+        server = Server(self.store, served)
+        tasks = [asyncio.create_task(server.run()), asyncio.create_task(self._manage())]
+        try:
+            yield self
+        finally:
+            server.stop()
+            await tasks[0]
+            tasks[1].cancel()
+            for listener in (served, self._listener):
+                await listener.close()
+            for node in list(self._keepers):
+                self.agent_dies(node)
+            self.store.close()
+
+    def agent_starts(self, node: NodeName) -> None:
+        keeper = self._keepers[node] = Keeper(self.lab.run.id, node, self.lab.keys, "127.0.0.1")
+        keeper.start()
+
+    def agent_dies(self, node: NodeName) -> None:
+        """And all that it kept."""
+        self._keepers.pop(node).close()
+
+    @property
+    def committed(self) -> int | None:
+        state = self.store.committed(Life(GANG, self.incarnation))
+        assert isinstance(state, CommittedState)
+        return state.number
+
+    async def live(
+        self, moment: str = "", step: int = 0, rank: int = 0, world: int | None = None
+    ) -> list[int | None]:  # fmt: skip
+        """One incarnation of the gang, which dies by its member ``rank`` at ``moment`` of ``step``, if that is given.
+        Returns the members' exit codes, negative for a signal."""
+        self.incarnation += 1
+        self.world = world or self.world
+        members = [Life(member_id(GANG, each), self.incarnation) for each in range(self.world)]
+        for replica in [each for each in self._peers if each.startswith(GANG)]:
+            del self._peers[replica]
+        started = [self._start(life, moment, step, bool(moment) and each == rank) for each, life in enumerate(members)]
+        try:
+            await self._until_one_ends(started)
+            if any(process.exitcode not in (None, 0) for process in started):
+                for life in members:
+                    await self._tell(life, Fenced(life, "its gang restarts"))
+            await asyncio.wait_for(asyncio.gather(*(asyncio.to_thread(each.join) for each in started)), ENDS_BY)
+        finally:
+            for process in started:
+                process.kill()
+        return [process.exitcode for process in started]
+
+    def _start(self, life: Life, moment: str, step: int, dies: bool) -> ForkServerProcess:
+        node = f"n{rank_of(life.replica)}"
+        launch = self.lab.launch(replica=life.replica, incarnation=life.incarnation, node=node)
+        file, log = str(self.lab.run.launch_file(launch.tag)), str(self._log(life))
+        words = file, log, moment, step, dies, life.incarnation
+        process = self._processes.Process(target=mortal.play, args=words, daemon=True)
+        process.start()
+        return process
+
+    async def _until_one_ends(self, started: list[ForkServerProcess]) -> None:
+        """Or all have ended in order."""
+        async with asyncio.timeout(ENDS_BY):
+            while any(each.is_alive() for each in started) and all(each.exitcode in (None, 0) for each in started):
+                await asyncio.sleep(0.02)
+
+    async def _manage(self) -> None:
+        while True:
+            incoming = await self._listener.receive()
+            match incoming.message:
+                case Hello(life=life, listens=listens):
+                    self._lines[life] = incoming.peer
+                    self._peers[life.replica] = Peer(life, listens, joined=True)
+                    self.store.peers(peer.life for peer in self._peers.values())
+                    welcome = Welcome(life, self._told(), rank_of(life.replica), self.world)
+                    await self._listener.send(incoming.peer, welcome)
+                    for each in [each for each in self._lines if each.incarnation == self.incarnation]:
+                        await self._tell(each, self._told())
+                case Goodbye(life):
+                    await self._tell(life, Stop(life, 5.0, "it is done"))
+
+    def _told(self) -> Peers:
+        self._seq += 1
+        keepers = {node: keeper.address for node, keeper in self._keepers.items()}
+        return Peers(1, self._seq, dict(self._peers), keepers=keepers)
+
+    async def _tell(self, life: Life, message: Any) -> None:
+        if life in self._lines:
+            await self._listener.send(self._lines[life], message)
+
+    def _log(self, life: Life) -> Path:
+        return self.lab.run.logs / f"{life.replica.replace('/', '-')}.{life.incarnation}.log"
+
+    def log(self, incarnation: int, rank: int = 0) -> str:
+        return self._log(Life(member_id(GANG, rank), incarnation)).read_text()
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.lab.run.logs.iterdir()))
+
+
+_BUILT = {"hidden_size": 32, "intermediate_size": 64, "tokenizer": {"pieces": "0123456789="}}
+
+
+def _job(steps: int, model: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    job = Job.model_validate(
+        {
+            "run": {"name": "test", "steps": steps, "seed": 3},
+            "model": model,
+            "task": {"function": f"{__name__}:Doubles"},
+            "roles": {"trainer": {"warm_start_steps": 0} | trainer},
+            "transport": {"weights": "tcp"},
+        }
+    )
+    return job.model_dump(mode="json")
+
+
+class Doubles:
+    """What a warm start learns from."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def prompt(self, i: int) -> str:
+        return f"{(i + self._seed) % 5}="
+
+    def answer(self, i: int) -> str:
+        return f"{2 * ((i + self._seed) % 5)}"
+
+    def score(self, i: int, answer: str) -> tuple[float, float]:
+        raise AssertionError("a warm start scores nothing")

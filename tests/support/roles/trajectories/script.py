@@ -1,0 +1,228 @@
+"""A run of the store that meets every kind of record, what it promised on the way, and whether a store keeps that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from rrl.core.types import Life
+from rrl.roles.trajectories.server import answer
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import (
+    Answer,
+    Append,
+    Batch,
+    Bound,
+    Commit,
+    CommittedState,
+    Denied,
+    Done,
+    GetBatch,
+    Item,
+    Leased,
+    LeaseWork,
+    PackedBatch,
+    PostScores,
+    Request,
+    Score,
+    Scoring,
+    Segment,
+)
+from rrl.tests.support.roles.trajectories.crew import (
+    BATCH,
+    GROUP,
+    OTHER,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    bind,
+    commit,
+    generate,
+    life,
+    manifest,
+    open_store,
+    score,
+    segment,
+)
+
+AFTER = (9, 9, 9, 9)
+"""what is generated after the crash; what was acknowledged before it has other tokens"""
+NEXT = life("trainer/0", 2)
+_LATE = 3
+"""the step whose binding makes a group too old, where there is a limit"""
+
+
+class Acknowledged(Struct):
+    """What the store had promised by the time its file was ``size`` bytes long."""
+
+    size: int
+    segments: dict[tuple[int, int], Segment] = {}
+    scored: dict[int, float] = {}
+    bound: dict[int, PackedBatch] = {}
+    committed: int = 0
+    dropped: dict[str, int] = {}
+    fence: int = 1
+    made: int = 0
+    """trajectories, as far as anybody was given one"""
+
+
+def log_in(folder: Path) -> Path:
+    (path,) = folder.glob("log.*")
+    return path
+
+
+class Script:
+    """A run that meets every kind of record; notes after each flush what is promised from there on. ``said[i]`` are the
+    words whose answer made ``promised[i + 1]`` of ``promised[i]``. ``noted`` is told how many promises were made."""
+
+    def __init__(self, folder: Path, noted: Callable[[int], None] = lambda _: None, **changed: Any) -> None:
+        self.folder = folder
+        self.noted = noted
+        self.said: list[tuple[Request, Answer]] = []
+        self.promised: list[Acknowledged] = [Acknowledged(0)]
+        self.store = open_store(folder, **changed)
+        self._staleness = changed.get("staleness")
+        self.store.flush()
+        self.promised = [Acknowledged(log_in(folder).stat().st_size)]
+
+    def _say(self, request: Request, change: Callable[[Acknowledged, Answer], None]) -> Answer:
+        given = answer(self.store, request)
+        self.said.append((request, given))
+        self.store.flush()
+        last = self.promised[-1]
+        now = Acknowledged(
+            log_in(self.folder).stat().st_size, dict(last.segments), dict(last.scored), dict(last.bound),
+            last.committed, dict(last.dropped), last.fence, last.made,
+        )  # fmt: skip
+        change(now, given)
+        self.promised.append(now)
+        self.noted(len(self.promised) - 1)
+        return given
+
+    def lease(self, who: Life, at_most: int = 1000) -> tuple[Item, ...]:
+        def made(now: Acknowledged, given: Answer) -> None:
+            assert isinstance(given, Leased)
+            now.made = max([now.made, *(item.trajectory + 1 for item in given.items)])
+
+        given = self._say(LeaseWork(who, at_most), made)
+        assert isinstance(given, Leased)
+        return given.items
+
+    def append(self, who: Life, segments: list[Segment], finished: tuple[int, ...] = ()) -> None:
+        def grown(now: Acknowledged, given: Answer) -> None:
+            assert given == Done()
+            now.segments.update({(s.trajectory, s.offset): s for s in segments})
+
+        self._say(Append(who, tuple(segments), finished), grown)
+
+    def generate(self, who: Life, tokens: tuple[int, ...], step: int) -> None:
+        items = [item for item in self.lease(who) if not item.so_far]
+        self.append(who, [segment(item.trajectory, 0, tokens, step) for item in items],
+                    tuple(item.trajectory for item in items))  # fmt: skip
+
+    def score(self, reward: float) -> None:
+        leased = self.store.lease_scoring(REWARD, 3)
+        assert isinstance(leased, Scoring)
+        scores = tuple(Score(item.trajectory, reward, reward / 2) for item in leased.items)
+        done = [one.trajectory for one in scores]
+        self._say(PostScores(REWARD, scores), lambda now, _: now.scored.update(dict.fromkeys(done, reward)))
+
+    def drop(self, trajectory: int) -> None:
+        failed = {trajectory: "no scorer"}
+        self._say(PostScores(REWARD, (), failed), lambda now, _: now.dropped.update({"no scorer": GROUP}))
+
+    def step(self, number: int, who: Life) -> None:
+        def bound(now: Acknowledged, given: Answer) -> None:
+            assert isinstance(given, Bound)
+            now.bound[number], now.fence = given.batch, who.incarnation
+            if number == _LATE and self._staleness is not None:
+                now.dropped[f"stale: a token is more than {self._staleness} weight versions old"] = GROUP
+
+        given = self._say(GetBatch(who, number), bound)
+        assert isinstance(given, Bound)
+        words = Commit(who, number, manifest(number), given.batch.digest)
+        self._say(words, lambda now, _: setattr(now, "committed", number))
+
+    def run(self, steps: int = 4) -> None:
+        for number in range(1, steps + 1):
+            mine, yours = self.lease(ROLLOUT, 5), self.lease(OTHER)
+            begun = {x.trajectory: number for x in mine}
+            if number == _LATE and self._staleness is not None:  # in time for this step, but not complete
+                begun[mine[-1].trajectory] = number - 1 - self._staleness
+            self.append(ROLLOUT, [segment(x.trajectory, 0, (5,), begun[x.trajectory]) for x in mine if not x.so_far])
+            rest = [segment(x.trajectory, 1, (6,), number) for x in mine]
+            late = {mine[-1].trajectory} if number == _LATE and self._staleness is not None else set()
+            self.append(ROLLOUT, rest, tuple(x.trajectory for x in mine if x.trajectory not in late))
+            self.append(OTHER, [segment(x.trajectory, 0, (7, 1), number) for x in yours],
+                        tuple(x.trajectory for x in yours))  # fmt: skip
+            if number == 2:
+                self.drop(mine[0].trajectory)
+                self.generate(OTHER, (8, 1), number)
+            while self._unscored():
+                self.score(number / 8)
+            self.step(number, TRAINER if number < 3 else NEXT)
+
+    def _unscored(self) -> bool:
+        leased = self.store.lease_scoring(REWARD, 1)
+        return isinstance(leased, Scoring) and bool(leased.items)
+
+
+def _go_on(store: Store, who: Life, to: int) -> Iterator[Batch]:
+    """Finish the run from where it is: replay what is bound and not committed, then new steps. All its batches."""
+    start = store.committed(who)
+    assert isinstance(start, CommittedState)
+    for number in range((start.number or 0) + 1, to + 1):
+        for _ in range(3):
+            generate(store, tokens=AFTER, weights=number - 1)
+            score(store, reward=-1.0)
+        batch = bind(store, number, who)
+        yield batch
+        commit(store, batch, who)
+
+
+def check(
+    folder: Path, promised: Acknowledged, to: int, again: Sequence[tuple[Request, Answer]] = (), **changed: Any
+) -> None:  # fmt: skip
+    """A store that opens ``folder`` keeps all of ``promised``, gives ``again`` the same answers to the same words, and
+    goes on to step ``to`` with nothing lost and nothing trained twice."""
+    who = NEXT
+    store = open_store(folder, **changed)
+    for request, given in again:
+        fenced = request.life == TRAINER and promised.fence > TRAINER.incarnation
+        if not isinstance(given, Leased):  # what was leased is forgotten, and given to whoever asks first
+            said = answer(store, request)
+            assert isinstance(said, Denied) if fenced else said == given, (request, said)
+    store.flush()
+    if promised.fence > TRAINER.incarnation:
+        assert isinstance(store.committed(TRAINER), Denied)
+    start = store.committed(who)
+    assert isinstance(start, CommittedState)
+    assert (start.number or 0) >= promised.committed
+    for number, batch in promised.bound.items():
+        if number > (start.number or 0) - 2:  # older ones may be forgotten by now
+            kept = store.batch(who, number)
+            assert isinstance(kept, Bound)
+            assert kept.batch == batch
+    seen = {t.id: t for batch in _go_on(store, who, to) for t in batch.trajectories}
+    for trajectory, offset in promised.segments:
+        if trajectory in seen:
+            words = promised.segments[trajectory, offset]
+            end = offset + len(words.tokens)
+            assert seen[trajectory].tokens[offset:end] == words.tokens
+            assert seen[trajectory].versions[offset] == words.version
+    for trajectory, reward in promised.scored.items():
+        if trajectory in seen:
+            assert seen[trajectory].reward == reward
+    audit = store.audit()
+    store.close()
+    groups = [group for number in sorted(audit.steps) for group in audit.steps[number]]
+    assert len(set(groups)) == len(groups)
+    assert audit.made == audit.trained + sum(audit.dropped.values()) + audit.open
+    assert audit.made >= promised.made
+    assert audit.trained == to * BATCH * GROUP
+    assert audit.dropped.items() >= promised.dropped.items()
+    for number, batch in promised.bound.items():
+        assert audit.steps[number] == batch.groups

@@ -1,0 +1,85 @@
+"""A trajectory store without a manager: ``python -m`` it with folder, keys file, address file and epoch.
+
+Every line on stdin is the manager's word on who lives (JSON list of lives); the first one opens the door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from rrl.core.run_dir import write_atomically
+from rrl.core.types import Life
+from rrl.roles.trajectories.server import Server
+from rrl.roles.trajectories.types import Request
+from rrl.tests.support.roles.trajectories.crew import open_store
+from rrl.transport.control.endpoints import Address, Listener
+from rrl.transport.keys import RunKeys
+
+
+class StoreProcess:
+    """The same from outside: start, tell, kill -9, start again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "trajectories"
+        self.keys = RunKeys.make()
+        self._keys_file = folder / "keys.json"
+        self.keys.save(self._keys_file)
+        self._address = folder / "store.json"
+        self._epoch = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, living: Iterable[Life]) -> None:
+        self._epoch += 1
+        files = [str(self.folder), str(self._keys_file), str(self._address), str(self._epoch)]
+        command = [sys.executable, "-m", "rrl.tests.support.roles.trajectories.store_process", *files]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self.tell(living)
+
+    def tell(self, living: Iterable[Life]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(list(living)) + b"\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(60)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process = None
+
+    def find(self) -> Address | None:
+        try:
+            return msgspec.json.decode(self._address.read_bytes(), type=Address)
+        except FileNotFoundError:
+            return None
+
+
+async def _main(folder: Path, keys: Path, address: Path, epoch: int) -> None:
+    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    listener = await Listener.open(RunKeys.load(keys), Request, epoch=epoch)
+    server = Server(open_store(folder, living=()), listener)
+
+    async def listen() -> None:
+        while line := await lines.readline():
+            server.peers(frozenset(msgspec.json.decode(line, type=list[Life])))
+            write_atomically(address, msgspec.json.encode(listener.address))
+        server.stop()
+
+    listening = asyncio.create_task(listen())
+    await server.run()
+    listening.cancel()
+    await listener.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))

@@ -1,0 +1,241 @@
+"""A whole run around the real ``Store`` in virtual time: a tick is a token of every trajectory that is worked on.
+
+Trajectories take random times, rollouts get new weights late, and whatever a test asks for happens: deaths, restarts,
+scores that fail, items without a prompt, a resume with another limit. The same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from rrl.core.types import Life, Version
+from rrl.roles.trajectories.store import Store
+from rrl.roles.trajectories.types import (
+    Bound,
+    CommittedState,
+    Denied,
+    Done,
+    Leased,
+    PackedBatch,
+    Prompt,
+    Score,
+    Scoring,
+    Segment,
+)
+from rrl.tests.support.roles.trajectories.crew import life
+
+SCORER = "reward/0"
+TRAINER = "trainer/0"
+BROKEN = "the scorer broke"
+TOKEN = 5
+
+
+class Setting(Struct, frozen=True):
+    """How a run is set up. Durations in ticks."""
+
+    staleness: int | None
+    waits: bool = True
+    groups: int = 2
+    """in a step"""
+    size: int = 2
+    """of a group"""
+    ahead: int = 1
+    uncommitted: int = 1
+    rollouts: int = 2
+    step_ticks: int = 3
+    publish_every: int = 1
+    """steps from one published version to the next"""
+    fetch_chance: float = 0.5
+    """of a rollout taking the newest weights in a tick"""
+    segment: int = 2
+    """tokens that a rollout makes before it appends them"""
+    longest: int = 30
+    """tokens of a trajectory"""
+    unaskable: float = 0.0
+    """share of items without a prompt"""
+    unscorable: float = 0.0
+    """share of trajectories that cannot be scored"""
+
+
+class _Rollout(Struct):
+    weights: int = 0
+    held: dict[int, list[Segment]] = {}
+    """what it made of a trajectory and has not appended yet"""
+    made: dict[int, int] = {}
+    """tokens of a trajectory, appended or not"""
+
+
+class VirtualRun:
+    """``length`` gives the tokens of the next trajectory of an item; default: log-normal around 8, sigma 1."""
+
+    def __init__(
+        self, folder: Path, setting: Setting, seed: int = 0, length: Callable[[int], int] | None = None
+    ) -> None:
+        self.folder, self.setting, self.random = folder, setting, random.Random(seed)
+        self._length = length or (lambda _: int(self.random.lognormvariate(2.0, 1.0)))
+        self._lengths: dict[int, int] = {}
+        self.lives = {TRAINER: 1, SCORER: 1, **{f"rollout/{i}": 1 for i in range(setting.rollouts)}}
+        self.rollouts = {f"rollout/{i}": _Rollout() for i in range(setting.rollouts)}
+        self.batches: dict[int, PackedBatch] = {}
+        self.ages: dict[int, int] = {}
+        """age of the oldest token of each batch when it was bound first, by step"""
+        self.learnt = 0
+        """newest step that the trainer has trained"""
+        self.published = 0
+        self.busy = 0
+        """ticks until it has trained the next one"""
+        self.ticks = 0
+        self.made = 0
+        """tokens"""
+        self.store = self._open()
+
+    # ── what happens ───────────────────────────────────────────────────────────────────────────────────────────────
+    def tick(self) -> None:
+        self.ticks += 1
+        for name in self.rollouts:
+            self._generate(name)
+        self._score()
+        self._train()
+
+    def restart_store(self) -> None:
+        """It forgets leases; rollouts go on with what they hold."""
+        self.store.flush()
+        self.store.close()
+        self.store = self._open()
+
+    def kill_rollout(self, name: str) -> None:
+        self.lives[name] += 1
+        self.rollouts[name] = _Rollout(self.published)
+        self.store.peers(self._living())
+
+    def kill_trainer(self) -> None:
+        """Its successor goes on from the committed step, and publishes that first."""
+        self.lives[TRAINER] += 1
+        self.store.peers(self._living())
+        state = self.store.committed(self._life(TRAINER))
+        assert isinstance(state, CommittedState)
+        self.learnt = self.published = state.number or 0
+        self.busy = 0
+
+    def resume(self, staleness: int | None) -> None:
+        """The run ends in the middle of everything, and goes on with another limit."""
+        self.setting = _with(self.setting, staleness=staleness)
+        for name in self.lives:
+            self.lives[name] += 1
+        self.restart_store()
+        self.kill_trainer()
+        for name in self.rollouts:
+            self.kill_rollout(name)
+
+    def bound(self) -> int:
+        return max(self.batches, default=0)
+
+    # ── who does it ────────────────────────────────────────────────────────────────────────────────────────────────
+    def _life(self, name: str) -> Life:
+        return life(name, self.lives[name])
+
+    def _living(self) -> list[Life]:
+        return [self._life(name) for name in self.lives]
+
+    def _open(self) -> Store:
+        setting = self.setting
+        store = Store(
+            self.folder, group_size=setting.size, groups_per_batch=setting.groups, max_ahead_batches=setting.ahead,
+            max_new_tokens=setting.longest, next_prompt=self._prompt, keep_uncommitted=setting.uncommitted,
+            staleness=setting.staleness, waits=setting.waits, compact_from=20_000,
+        )  # fmt: skip
+        store.peers(self._living())
+        return store
+
+    def _prompt(self, item: int) -> Prompt:
+        if random.Random(f"item {item}").random() < self.setting.unaskable:
+            raise ValueError("no prompt")
+        return Prompt(item, (2,))
+
+    def _generate(self, name: str) -> None:
+        rollout, who = self.rollouts[name], self._life(name)
+        if rollout.weights < self.published and self.random.random() < self.setting.fetch_chance:
+            rollout.weights = self.published
+        segments: list[Segment] = []
+        finished = []
+        for trajectory, waiting in list(rollout.held.items()):
+            offset = rollout.made[trajectory]
+            waiting.append(Segment(trajectory, offset, (TOKEN,), (-0.5,), Version(rollout.weights, 1)))
+            rollout.made[trajectory] += 1
+            self.made += 1
+            complete = rollout.made[trajectory] >= self._lengths[trajectory]
+            if complete or len(waiting) >= self.setting.segment:
+                segments += waiting
+                waiting.clear()
+                if complete:
+                    finished.append(trajectory)
+        self._append(name, segments, finished)
+        answer = self.store.lease_work(who, 1000, sorted(rollout.held), rollout.weights)
+        assert isinstance(answer, Leased)
+        for item in answer.items:
+            if item.trajectory not in self._lengths:
+                wanted = self._length(item.group)
+                self._lengths[item.trajectory] = max(1, min(self.setting.longest, wanted))
+            rollout.held[item.trajectory] = []
+            rollout.made[item.trajectory] = self.setting.longest - item.max_new
+
+    def _append(self, name: str, segments: list[Segment], finished: list[int]) -> None:
+        rollout, lost = self.rollouts[name], set[int]()
+        while segments or finished:
+            answer = self.store.append(self._life(name), segments, finished)
+            if not isinstance(answer, Denied):
+                assert answer == Done()
+                break
+            lost.update(answer.lost)
+            segments = [segment for segment in segments if segment.trajectory not in lost]
+            finished = [trajectory for trajectory in finished if trajectory not in lost]
+        for trajectory in (*finished, *lost):
+            rollout.held.pop(trajectory, None)
+
+    def _score(self) -> None:
+        who = self._life(SCORER)
+        answer = self.store.lease_scoring(who, 1000)
+        assert isinstance(answer, Scoring)
+        broken = {item.trajectory: BROKEN for item in answer.items if self.random.random() < self.setting.unscorable}
+        scores = [Score(item.trajectory, 1.0, 1.0) for item in answer.items if item.trajectory not in broken]
+        assert self.store.post_scores(who, scores, broken) == Done()
+
+    def _train(self) -> None:
+        who = self._life(TRAINER)
+        if self.busy:
+            self.busy -= 1
+            if not self.busy:
+                self.learnt += 1
+                if self.learnt % self.setting.publish_every == 0:
+                    self.published = self.learnt
+        if not self.busy:
+            self._commit(who)
+            answer = self.store.batch(who, self.learnt + 1)
+            if isinstance(answer, Bound):
+                self._check(answer.batch)
+                self.busy = self.setting.step_ticks
+
+    def _check(self, batch: PackedBatch) -> None:
+        assert self.batches.setdefault(batch.number, batch) == batch
+        ages = [batch.number - 1 - step for each in batch.trajectories for _, step, _ in each.runs]
+        self.ages.setdefault(batch.number, max(ages))
+        assert batch.max_age >= max(ages)
+
+    def _commit(self, who: Life) -> None:
+        """All that is trained, or as little as there may be without the trainer having to wait."""
+        state = self.store.committed(who)
+        assert isinstance(state, CommittedState)
+        done = state.number or 0
+        to = self.learnt - self.random.randint(0, self.setting.uncommitted)
+        for number in range(done + 1, to + 1):
+            answer: Any = self.store.commit(who, number, {"folder": str(number)}, self.batches[number].digest)
+            assert answer == Done()
+
+
+def _with(setting: Setting, **changed: Any) -> Setting:
+    return Setting(**{name: getattr(setting, name) for name in Setting.__struct_fields__} | changed)

@@ -1,0 +1,293 @@
+"""Runs under test: submit one, follow its journal, hurt it, and see that nothing is left.
+
+Nothing here sleeps and hopes: everything waits for a record of the journal, with a deadline that only a broken build
+reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rrl.core.launch import LAUNCH_ENV
+from rrl.core.run_dir import RUNS_ENV, RunDir
+from rrl.core.types import SHADOW, Life, Outcome, ReplicaId
+from rrl.manager.model import events as ev
+from rrl.manager.model.queries import workers
+from rrl.manager.model.state import State, Status
+from rrl.manager.storage.journal import Follower, replay
+from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.supervisor import end_runs_with_caller
+
+DEADLINE = 120.0
+"""s; generous: two shared cores start a dozen interpreters"""
+RRL = str(Path(sys.executable).parent / "rrl")
+LIGHT = Path(__file__).parents[1] / "runs" / "light"
+
+
+def light_job(cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, extra: str = "") -> str:
+    """job.toml of a run without models: real manager, steps, agents, store, reward, weight plane."""
+    python = sys.executable
+    return f"""
+[run]
+name = "light"
+steps = {steps}
+[cluster]
+kind = "{cluster}"
+spares = {spares}
+node = {{ cpus = 2, mem = "1GiB" }}
+[task]
+function = "light_task:make"
+[model]
+tokenizer = {{ pieces = "0123456789" }}
+[sampling]
+prompts_per_step = 2
+group_size = 4
+max_new_tokens = 5
+[roles.trainer]
+command = ["{python}", "{LIGHT}/light_trainer.py"]
+mem = "256MiB"
+[roles.rollout]
+replicas = {rollouts}
+command = ["{python}", "{LIGHT}/light_rollout.py"]
+mem = "256MiB"
+[roles.trajectories]
+mem = "256MiB"
+[roles.reward]
+mem = "256MiB"
+[transport]
+weights = "tcp"
+[limits]
+beat = "500ms"
+silence = "4s"
+poll = "1s"
+lease = "3s"
+quiet = "10s"
+step_grace = "3s"
+{extra}
+"""
+
+
+Lives = dict[ReplicaId, tuple[Life, int | None, str | None]]
+"""Life, pid and node of every replica."""
+
+
+class TestRun:
+    """A run in ``runs``. ``call`` runs a command line of rrl as whoever submits (a plain user on the Slurm lab)."""
+
+    __test__ = False
+
+    def __init__(self, run: RunDir, call: Callable[..., subprocess.Popen[str]]) -> None:
+        self.run = run
+        self.call = call
+        self._follower = Follower(run)
+
+    def state(self) -> State:
+        state = self._follower.state()
+        assert state is not None
+        return state
+
+    def events(self) -> list[ev.Stamped]:
+        return list(replay(self.run))
+
+    def wait(self, what: Callable[[State], Any], within: float = DEADLINE) -> State:
+        """Until ``what`` holds of the state. Fails with the state and the newest records when it never does."""
+        until = time.monotonic() + within
+        while time.monotonic() < until:
+            state = self._follower.state()
+            if state is not None and what(state):
+                return state
+            if state is not None and state.outcome is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"never: {self._account()}")
+
+    def wait_end(self, within: float = DEADLINE) -> State:
+        return self.wait(lambda state: state.outcome is not None, within)
+
+    def wait_resumed(self) -> None:
+        """Until the journal goes on after the run's end."""
+        until = time.monotonic() + DEADLINE
+        while self.state().outcome is not None:
+            assert time.monotonic() < until, self._account()
+            time.sleep(0.05)
+
+    def wait_steps(self, steps: int) -> State:
+        return self.wait(lambda state: state.step >= steps and all_work(state))
+
+    def wait_back_alone(self, before: Lives, replica: ReplicaId, *also: ReplicaId) -> Lives:
+        """Until ``replica`` works in its next life; nobody but it and ``also`` was touched since ``before``."""
+        following = before[replica][0].incarnation + 1  # a first launch may have failed: slurmctld is busy at times
+        after = lives(self.wait(lambda s: s.replica(replica).incarnation == following and all_work(s)))
+        kept, now = others(before, after, [replica, *also])
+        assert now == kept, "somebody else was touched"
+        return after
+
+    def hold_in_the_middle(self, index: int) -> None:
+        """Have rollout ``index`` stop with unfinished work in hand; let go of with :meth:`let_go`."""
+        (self.run.path / f"hold.{index}").touch()
+        self.wait(lambda _: (self.run.path / f"held.{index}").exists())
+
+    def let_go(self, index: int) -> None:
+        (self.run.path / f"hold.{index}").unlink()
+
+    def continued(self, dead: float) -> list[int]:
+        """Trained trajectories that the light life of mark ``dead`` began and another one finished, tokens in order."""
+        continued = []
+        for path in sorted((self.run.path / "batches").glob("*.json")):
+            for one in json.loads(path.read_text()):
+                assert one["tokens"] == [one["tokens"][0]] * 4 + [1], one
+                if dead in one["marks"] and len(set(one["marks"])) > 1:
+                    continued.append(one["id"])
+        return continued
+
+    def wait_gone(self, within: float = 30.0) -> None:
+        """No process of this run is left, and no file of it outside of its run directory (invariant 7)."""
+        until = time.monotonic() + within
+        while left := dict(processes_of(self.run)):
+            assert time.monotonic() < until, f"left behind: {left}"
+            time.sleep(0.1)
+        files = [path for folder in ("/tmp", "/dev/shm", "/run") for path in Path(folder).glob(f"*{self.run.id}*")]
+        assert not files
+
+    def processes(self) -> dict[int, str]:
+        return dict(processes_of(self.run))
+
+    def summary(self) -> dict[str, Any]:
+        until = time.monotonic() + 30
+        while not self.run.summary.exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        summary: dict[str, Any] = json.loads(self.run.summary.read_text())
+        return summary
+
+    def _account(self) -> str:
+        tail = "\n".join(f"{s.seq} {s.at:.2f} {s.event!r:.300}" for s in self.events()[-40:])
+        kept = [*self.run.logs.glob("*"), *self.run.submit.glob("*.err"), *self.run.submit.glob("*.log")]
+        logs = "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted(kept)
+            if path.stat().st_size
+        )
+        return f"{tail}\n{logs}"
+
+
+def all_work(state: State) -> bool:
+    """Every replica has joined, and every rollout holds weights."""
+    return all(r.status is Status.JOINED for r in workers(state)) and all(
+        r.holds is not None for r in workers(state) if r.role == "rollout"
+    )
+
+
+def lives(state: State) -> Lives:
+    """Life, pid and node of every worker and agent: what isolation is asserted on. Shadows come and go."""
+    there = [r for r in state.replicas.values() if r.status is not Status.RETIRED and r.role != SHADOW]
+    return {r.id: (r.life, r.pid, r.node) for r in there}
+
+
+def processes_of(run: RunDir) -> Iterator[tuple[int, str]]:
+    """Every process on this machine that carries this run's mark in its environment, or manages it."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environ = (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state == "Z":
+            continue
+        marked = f"{LAUNCH_ENV}={run.path}/".encode() in environ
+        if marked or str(run.path) in command:
+            yield int(entry.name), command
+
+
+def check_sound(run: RunDir) -> None:
+    """The invariants that the records of a finished run, and its store's, can show."""
+    outcome = check_records(run)
+    audit = msgspec.json.decode((run.store / "audit.json").read_bytes())
+    assert audit["made"] == audit["trained"] + sum(audit["dropped"].values()) + audit["open"]  # invariant 1
+    assert audit["open"] == 0 or outcome is not Outcome.COMPLETED
+    groups = [group for groups in audit["steps"].values() for group in groups]
+    assert len(groups) == len(set(groups)), "a group was trained twice"
+
+
+def check_records(run: RunDir) -> Outcome | None:
+    """Invariants that the journal can show; how the run ended."""
+    believed: dict[ReplicaId, int] = {}
+    outcome = None
+    for stamped in replay(run):
+        event = stamped.event
+        if isinstance(event, ev.Intended | ev.Decided):
+            assert event.action.why.evidence, f"no evidence for {event.action}"  # invariant 6
+        if isinstance(event, ev.Joined):  # invariant 2: joined lives only ever go up
+            assert event.life.incarnation >= believed.get(event.life.replica, 0)
+            believed[event.life.replica] = event.life.incarnation
+        if isinstance(event, ev.RunEnded):
+            outcome = event.outcome
+    return outcome
+
+
+def submit_here(tmp_path: Path, toml: str) -> TestRun:
+    """On the local cluster, as ourselves, in the background. The run ends with the calling process at the latest."""
+    end_runs_with_caller(tmp_path / "runs")
+    env = {**os.environ, RUNS_ENV: str(tmp_path / "runs")}
+
+    def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([RRL, *argv], env=env, text=True, **popen)
+
+    return submitted(write_job(tmp_path, toml), tmp_path / "runs", call)
+
+
+def submit_on(lab: SlurmLab, name: str, toml: str, shell: Mapping[str, str] | None = None) -> TestRun:
+    """On the lab's Slurm, as its plain user, from a folder that is the user's own; ``shell``: variables of his."""
+    folder = lab.home / name
+    lab.call_as_user(folder.mkdir)
+    runs = folder / "runs"
+
+    def call(*argv: str, **popen: Any) -> subprocess.Popen[str]:
+        return lab.popen_as_user([RRL, *argv], env={**(shell or {}), RUNS_ENV: str(runs)}, cwd=folder, **popen)
+
+    job = write_job(folder, toml)
+    return submitted(job, runs, call)
+
+
+def wait_for_run(runs: Path) -> RunDir:
+    """The only run in ``runs``, once its manager has begun."""
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        if found := list(runs.glob("*/journal/*.seg")):
+            return RunDir(found[0].parent.parent)
+        time.sleep(0.05)
+    raise AssertionError(f"no run in {runs}")
+
+
+def write_job(folder: Path, toml: str) -> Path:
+    """``job.toml`` beside the light task, readable by whoever submits it."""
+    job = folder / "job.toml"
+    job.write_text(toml)
+    for source in LIGHT.glob("*_task.py"):
+        (folder / source.name).write_text(source.read_text())
+    return job
+
+
+def submitted(job: Path, runs: Path, call: Callable[..., subprocess.Popen[str]]) -> TestRun:
+    process = call("submit", str(job), "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return TestRun(RunDir(runs / json.loads(out)["run"]), call)
+
+
+def others(before: Lives, after: Lives, but: Sequence[ReplicaId]) -> tuple[Lives, Lives]:
+    """Both without ``but``: what must be equal when only those were hurt."""
+    kept, now = ({id: seen for id, seen in some.items() if id not in but} for some in (before, after))
+    return kept, now

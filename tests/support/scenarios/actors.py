@@ -1,0 +1,223 @@
+"""Who lives in a scenario: nodes with their agents, and gangs of members that walk through their role's rhythm."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+
+from rrl.core.types import AGENT, Life, NodeName, ReplicaId, member_id, rank_of, replica_id
+from rrl.tests.support.scenarios.format import Beat, RoleTable
+from rrl.tests.support.scenarios.rhythms import COMPILING, IDLE, IN_COLLECTIVE, WAITING, Loads, loads_of
+from rrl.tests.support.scenarios.values import fixed
+
+STORE = ReplicaId("trajectories/0")
+STARTING = Beat(phase="starting", lasts=fixed(1.0))
+ASKS_STORE = frozenset({"generate", "wait_work", "wait_data", "score"})
+"""phases that stand still when the store does; while they do, beats say that it is waited for"""
+COLLECTIVE = frozenset({"train", "checkpoint", "publish"})
+_PROMPT = 2.0
+"""s that a healthy worker takes at most to answer a probe"""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    name: NodeName
+    agent: Life
+    boot: str
+    dead_at: float | None = None
+    agent_until: float = inf
+    """its agent lives so long"""
+    agent_frozen: float = 0.0
+    """until then it says nothing"""
+    cut: float = 0.0
+    """until then nothing of it reaches the manager"""
+    suspended: float = 0.0
+    """until then"""
+    state: str = "up"
+    detail: str = ""
+    state_until: float = inf
+    excluded: bool = False
+    introduced: bool = False
+    """its agent said Hello to this manager"""
+
+    def speaks(self, now: float) -> bool:
+        return self.dead_at is None and now >= self.suspended
+
+    def agent_speaks(self, now: float) -> bool:
+        return self.speaks(now) and now < self.agent_until and now >= self.agent_frozen
+
+    def agent_returns(self) -> None:
+        """A new one, launched by the manager."""
+        self.agent = Life(self.agent.replica, self.agent.incarnation + 1)
+        self.agent_until, self.agent_frozen, self.introduced = inf, 0.0, False
+
+
+def node_named(name: str, seed: int) -> Node:
+    return Node(NodeName(name), Life(replica_id(AGENT, name), 1), f"boot-{seed}-{name}")
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One process."""
+
+    life: Life
+    node: Node
+    gpus: int
+    """how many it has"""
+    probed: bool = True
+    """it can be asked for a bit of work"""
+    held: tuple[int, ...] = ()
+    """which, since its launch"""
+    ended: bool = False
+    welcomed: bool = False
+    """its Hello has been said to this manager"""
+    stuck: float = 0.0
+    """until then its work stands still"""
+    stuck_how: str = ""
+    """``hang``, ``wedge``, ``quiet`` or ``freeze``"""
+    lies: float = 0.0
+    """until then its progress counter rises though it does nothing"""
+    loads: Loads | None = None
+    """in place of the phase's, while ``stuck`` or ``lies``"""
+    slow: float = 1.0
+    slow_until: float = 0.0
+    mute: float = 0.0
+    late_by: Callable[[], float] | None = None
+    late_until: float = 0.0
+    answers_after: Callable[[], float] | None = None
+    answers_until: float = 0.0
+    answer: str = "no"
+    left: bool = False
+    """it said Goodbye"""
+    end: tuple[str, int | None, int | None, str] | None = None
+    """how it ended: ``exit`` or ``vanish``, code, signal, its last line"""
+    outbox: deque[tuple[float, str, tuple[object, ...]]] = field(default_factory=deque)
+    """what is on its way: due, method of the judge, arguments"""
+
+    def runs(self, now: float) -> bool:
+        """It is scheduled: neither ended, nor stopped, nor on a node that is."""
+        frozen = self.stuck_how == "freeze" and now < self.stuck
+        return not self.ended and not frozen and self.node.speaks(now)
+
+    def works(self, now: float) -> bool:
+        return self.runs(now) and now >= self.stuck and now >= self.lies and not self.left
+
+    def speed(self, now: float) -> float:
+        return self.slow if now < self.slow_until else 1.0
+
+    def reply(self, now: float, random: Random, work: bool) -> tuple[float, bool] | None:
+        """When, and whether well, it answers a question that reaches it now; None: never. ``work``: it is asked for a
+        bit of work, which a dead engine cannot do; else only whether it hears, which a stuck main thread does not."""
+        if not self.runs(now):
+            return None
+        soon = now + random.uniform(0.0, _PROMPT)
+        stuck = self.stuck_how if now < self.stuck else "wedge" if now < self.lies else ""
+        if (work and not self.probed) or (not work and stuck == "wedge"):
+            return soon, True
+        if stuck in ("hang", "wedge"):
+            return (soon, False) if self.answer == "fails" and work else None
+        late = self.answers_after() if self.answers_after is not None and now < self.answers_until else 0.0
+        return soon + min(late, max(0.0, self.answers_until - now)), True  # what keeps it is over then
+
+
+@dataclass(slots=True, eq=False)
+class Gang:
+    """One replica: its members are in the same phase, and go on together."""
+
+    id: ReplicaId
+    role: str
+    table: RoleTable
+    members: list[Member]
+    random: Random
+    incarnation: int = 1
+    joins_at: float = inf
+    joined: bool = False
+    launch_at: float = inf
+    """when its next life is to be launched"""
+    round: list[Beat] = field(default_factory=list)
+    """phases to come"""
+    beat: Beat = STARTING
+    entered_at: float = 0.0
+    remaining: float = 0.0
+    compiles_until: float = 0.0
+    work: float = 0.0
+    told: int = 0
+    """of ``work``, what the progress counter shows"""
+    lump_at: float = 0.0
+    passed: set[str] = field(default_factory=set)
+    stretched: dict[str, tuple[float, Loads | None]] = field(default_factory=dict)
+    """phase → its next pass lasts so long"""
+    stretch_loads: Loads | None = None
+    launched_at: float = 0.0
+    start_takes: list[tuple[float, Callable[[int], None]]] = field(default_factory=list)
+    """of the next starts: how long, and whom to tell which incarnation it is"""
+    waits: bool = False
+    """it stands still, or goes slower, for another role's sake"""
+    restarts: list[tuple[float, NodeName]] = field(default_factory=list)
+
+    @property
+    def alive(self) -> bool:
+        return self.joined and not any(member.ended for member in self.members)
+
+    def productive(self, now: float) -> bool:
+        """Others get from it what they wait for."""
+        return self.alive and all(member.works(now) and now >= member.node.cut for member in self.members)
+
+    def next_phase(self, now: float) -> None:
+        if not self.round:
+            self.round = list(self.table.rhythm)
+        self.beat = self.round.pop(0)
+        self.entered_at, self.stretch_loads = now, None
+        self.remaining, self.compiles_until = self.beat.lasts.draw(self.random), 0.0
+        if self.beat.phase not in self.passed:
+            self.passed.add(self.beat.phase)
+            extra = self.beat.first.draw(self.random)
+            self.remaining, self.compiles_until = self.remaining + extra, now + extra
+        if self.beat.phase in self.stretched:
+            self.remaining, self.stretch_loads = self.stretched.pop(self.beat.phase)
+        self.lump_at = now + self.beat.every.draw(self.random)
+
+    def stretch(self, phase: str, lasts: float, loads: Loads | None) -> None:
+        if self.joined and self.beat.phase == phase:
+            self.remaining, self.stretch_loads = lasts, loads
+        else:
+            self.stretched[phase] = (lasts, loads)
+
+    def advance(self, now: float, dt: float, share: float) -> None:
+        """``share``: of what it waits for, how much works; it is its own speed too."""
+        speed = share * min(member.speed(now) for member in self.members)
+        self.waits = share < 1.0
+        if self.beat.rate is not None and now >= self.compiles_until:
+            self.work += self.beat.rate * speed * dt
+            if now >= self.lump_at:
+                self.told = int(self.work)
+                self.lump_at = now + self.beat.every.draw(self.random)
+        self.remaining -= dt * speed
+
+    def loads(self, member: Member, now: float) -> Loads:
+        if not member.runs(now):
+            return IDLE
+        if now < member.stuck or now < member.lies:
+            return member.loads or IDLE
+        if not self.joined:
+            return COMPILING
+        if any(now < other.stuck or not other.runs(now) for other in self.members) and self.beat.phase in COLLECTIVE:
+            return IN_COLLECTIVE
+        if self.stretch_loads is not None:
+            return self.stretch_loads
+        if now < self.compiles_until:
+            return COMPILING
+        return WAITING if self.waits and self.beat.rate is None and self.role != "trajectories" else loads_of(self.beat)
+
+    def says_waits_for(self, member: Member, store_stands: bool) -> ReplicaId | None:
+        if rank_of(member.life.replica) and self.beat.phase.startswith("wait"):
+            return self.id
+        asks = self.beat.phase in ASKS_STORE and self.role != "trajectories"
+        return STORE if asks and (store_stands or self.beat.says) else None
+
+
+def members_of(gang: ReplicaId, incarnation: int, nodes: list[Node], gpus: int, probed: bool) -> list[Member]:
+    return [Member(Life(member_id(gang, rank), incarnation), node, gpus, probed) for rank, node in enumerate(nodes)]

@@ -1,0 +1,222 @@
+"""Events become what they do to the actors. Each returns whom it struck: replicas or nodes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from rrl.core.types import NodeName
+from rrl.tests.support.scenarios import repairs
+from rrl.tests.support.scenarios.actors import Member, Node
+from rrl.tests.support.scenarios.event_kinds import HARDWARE, target_of
+from rrl.tests.support.scenarios.format import Event
+from rrl.tests.support.scenarios.hardware import Machines
+from rrl.tests.support.scenarios.rhythms import IDLE, Loads, loads_of
+from rrl.tests.support.scenarios.world import World
+
+
+def shifted(at: float, shift: float) -> float:
+    """With the run's jitter; what is so from the beginning stays so."""
+    return at + shift if at > 0 else 0.0
+
+
+_NO_LIFE = -1
+
+
+class Happening:
+    """One event of a scenario in one run."""
+
+    def __init__(self, event: Event, index: int, shift: float, world: World, machines: Machines) -> None:
+        self.event, self._world, self._machines = event, world, machines
+        named = any(truth.of == (event.name or event.do) for truth in world.scenario.truth)
+        sole = len(world.scenario.event) == 1 and any(truth.at is None for truth in world.scenario.truth)
+        self._awaited = event.phase is not None or named or sole
+        """it is a failure or a silence of its own; else what follows from one, and is over with the life that had it"""
+        self.name = event.name or event.do
+        random = world.chance(f"event {index}")
+        at = event.at.draw(random)
+        self._wait = at if event.after else inf
+        """s from the event that it comes after"""
+        self.due = inf if event.after else shifted(at, shift)
+        self._draw: Callable[[], float] = lambda: event.lasts.draw(random) if event.lasts is not None else inf
+        self._random = random
+        self.struck_at: float | None = None
+        self.incarnations: dict[str, int] = {}
+        """of every replica when it struck first; of nodes 0"""
+        self.places: dict[str, str] = {}
+        """replica → its node then"""
+        self._over: set[str] = set()
+        self._meant: dict[str, int] = {}
+        """replica → the incarnation that was there when it was due: no later life is struck. Where that one was then
+        being replaced: the next, if the event is awaited, else none"""
+
+    def follows(self, other: Happening) -> None:
+        """It comes after that one, if that is what its ``after`` says."""
+        if self.event.after == other.name and self.due == inf and other.struck_at is not None:
+            self.due = other.struck_at + self._wait
+
+    @property
+    def missed(self) -> bool:
+        """It struck nobody, and not because a repair had replaced whom it was for."""
+        return self.struck_at is None and not self._over
+
+    @property
+    def done(self) -> bool:
+        if target_of(self.event.do) != "process":
+            return self.struck_at is not None
+        return all(str(one.life.replica) in self._over for one in self._world.members(self.event.who))
+
+    def happen(self) -> None:
+        """Strike whoever is due and not yet struck."""
+        world, event = self._world, self.event
+        if world.now < self.due or self.done:
+            return
+        if target_of(event.do) == "manager":
+            self._manager()
+        elif event.do in HARDWARE:
+            for node in world.nodes_of(event.who):
+                self._machines.happen(event, node.name, world.now, self._draw())
+                self._strikes(node.name, 0)
+        elif target_of(event.do) == "node":
+            struck = [node for node in world.nodes_of(event.who) if self._in_phase(node)]
+            for node in struck:
+                self._to_node(node)
+                self._strikes(node.name, 0)
+        else:
+            for member in world.members(event.who):
+                self._to_member(member)
+
+    def _in_phase(self, node: Node) -> bool:
+        """Somebody on the node is in the phase that the event waits for."""
+        wanted = self.event.phase
+        return wanted is None or any(
+            member.node is node and gang.joined and gang.beat.phase == wanted
+            for gang in self._world.gangs.values() for member in gang.members
+        )  # fmt: skip
+
+    def concerns(self, node: NodeName) -> bool:
+        """It changes what is read on this node."""
+        return self.event.do in HARDWARE and any(one.name == node for one in self._world.nodes_of(self.event.who))
+
+    def _strikes(self, whom: str, incarnation: int) -> None:
+        self._over.add(whom)
+        self.incarnations[whom] = incarnation
+        self._begins()
+
+    def _begins(self) -> None:
+        if self.struck_at is not None:
+            return
+        self.struck_at = self._world.now
+        for gang in self._world.gangs.values():
+            for member in gang.members:
+                self.incarnations.setdefault(str(member.life.replica), member.life.incarnation)
+                self.places[str(member.life.replica)] = str(member.node.name)
+
+    # ── manager and cluster ──────────────────────────────────────────────────────────────────────────────────────────
+    def _manager(self) -> None:
+        world, lasts = self._world, self._draw()
+        self._begins()
+        if self.event.do == "cluster_away":
+            world.cluster_away = world.now + lasts
+        else:
+            world.goes_deaf("restarted" if self.event.do == "manager_restart" else "paused", min(lasts, 3600.0))
+
+    # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _to_node(self, node: Node) -> None:
+        world, event = self._world, self.event
+        now, lasts = world.now, self._draw()
+        if event.do == "node_dies":
+            node.dead_at = now
+            world.later(now + event.down_after, lambda: _said_down(node, "Not responding"))
+        elif event.do == "node_down":
+            node.dead_at = now
+            _said_down(node, event.text or "Not responding")
+        elif event.do == "agent_dies":
+            node.agent_until = now
+            repairs.agent_ends(world, node, event.back_after)
+        elif event.do == "agent_freezes":
+            node.agent_frozen = now + lasts
+        elif event.do == "cut":
+            node.cut = now + lasts
+        elif event.do == "suspend":
+            node.suspended = now + lasts
+        elif event.do in ("drain", "unknown"):
+            node.state = "draining" if event.do == "drain" else "unknown"
+            node.state_until = now + lasts
+        elif event.do == "flap":
+            for index in range(event.times):
+                at = now + index * event.every.draw(self._random)
+                world.later(at, lambda: _says(node, "unknown"))
+                world.later(at + world.scenario.limits.poll + 5.0, lambda: _says(node, "up"))
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _to_member(self, member: Member) -> None:
+        world, event = self._world, self.event
+        gang, now = world.gang(member.life), world.now
+        name = str(member.life.replica)
+        if name in self._over:
+            return
+        starts = member.ended or (not gang.joined and gang.incarnation > 1)
+        if starts and event.do != "start_takes" and name not in self._meant:
+            if self._awaited and member.ended:
+                return  # it waits for the next life
+            self._meant[name] = gang.incarnation if self._awaited else _NO_LIFE
+        if self._meant.setdefault(name, gang.incarnation) != gang.incarnation:
+            self._over.add(name)
+            return
+        if event.do == "start_takes":
+            if gang.launch_at == inf and not gang.joined:  # it is starting
+                gang.joins_at = max(now, gang.launched_at + self._draw())
+                self._strikes(name, gang.incarnation)
+            else:
+                gang.start_takes.append((self._draw(), lambda life: self._strikes(name, life)))
+                self._over.add(name)
+            return
+        if event.do == "stretch":
+            phase = event.phase or gang.beat.phase
+            loads = self._loads(loads_of(next((b for b in gang.table.rhythm if b.phase == phase), gang.beat)))
+            gang.stretch(phase, self._draw(), loads)
+            self._strikes(name, gang.incarnation)
+            return
+        if not gang.joined or member.ended or (event.phase is not None and gang.beat.phase != event.phase):
+            return
+        self._strikes(name, gang.incarnation)
+        lasts = self._draw()
+        if event.do in ("crash", "exit", "vanish"):
+            code, signal = (event.code, None) if event.do == "exit" else (None, event.signal)
+            world.ends(member, code, signal, event.said, vanishes=event.do == "vanish")
+        elif event.do == "goodbye":
+            world.says_goodbye(member)
+        elif event.do == "restart":
+            repairs.restart(world, gang)
+        elif event.do in ("hang", "wedge", "freeze", "quiet"):
+            member.stuck, member.stuck_how, member.answer = now + lasts, event.do, event.answer
+            member.loads = self._loads(IDLE)
+            if event.answers_after is not None:
+                after = event.answers_after
+                member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
+        elif event.do == "lie":
+            member.lies, member.loads = now + lasts, self._loads(IDLE)
+        elif event.do == "slow":
+            member.slow, member.slow_until = event.factor, now + lasts
+        elif event.do == "mute":
+            member.mute = now + lasts
+        elif event.do == "late_beats" and event.by is not None:
+            by = event.by
+            member.late_by, member.late_until = lambda: by.draw(self._random), now + lasts
+        elif event.do == "busy" and event.answers_after is not None:
+            after = event.answers_after
+            member.answers_after, member.answers_until = lambda: after.draw(self._random), now + lasts
+
+    def _loads(self, usual: Loads) -> Loads:
+        given = (self.event.cpu, self.event.gpu_use, self.event.tensor)
+        return Loads(*(one if one is not None else of for one, of in zip(given, usual, strict=True)))
+
+
+def _said_down(node: Node, words: str) -> None:
+    node.state, node.detail = "down", words
+
+
+def _says(node: Node, state: str) -> None:
+    if node.dead_at is None:
+        node.state = state

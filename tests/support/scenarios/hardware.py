@@ -1,0 +1,366 @@
+"""The machines of a scenario: what their readers read, healthy until an event changes it.
+
+Readers that have something to read of an event read at their own pace, from shortly before it until after its end;
+others, and other nodes, now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, get_type_hints
+
+import msgspec
+
+from rrl.core.types import NodeName
+from rrl.health.readers import samples as r
+from rrl.health.readers.kernel_log import recognise
+from rrl.tests.support.scenarios.format import Event, Scenario
+from rrl.tests.support.scenarios.rhythms import roles_of
+
+PACE = {"nvml": 1.0, "kernel": 1.0, "fabric": 5.0, "host": 10.0, "dcgm": 15.0}
+"""s between two reads of each reader"""
+_SELDOM = 600.0
+"""s between two reads of a node where nothing happens"""
+_CALM = 15.0
+"""s between two reads of readers that see nothing of what happens on their node"""
+_BEFORE = 90.0
+"""s before the first event from which on a node is read at full pace"""
+_AFTER = 300.0
+"""s after the last one's end"""
+_SEEN_BY = {
+    "xid": ("kernel", "nvml", "dcgm"), "gpu": ("nvml", "dcgm"), "gpu_lost": ("nvml", "dcgm"),
+    "gpu_gone": ("nvml", "dcgm"), "port": ("fabric",), "hca_gone": ("fabric",), "mount": ("host",), "host": ("host",),
+    "kernel": ("kernel", "nvml"), "dcgm": ("dcgm", "nvml"),
+}  # fmt: skip
+"""event → readers that have something to read of it"""
+_HUNG_FOR = 10.0
+"""s that a reader may take (rrl.health.readers.base)"""
+UPTIME = 20 * 3600.0
+"""s for which every node has been up when a scenario begins: what readings call ``at`` is a node's own clock. Less than
+a day, so that lines of the boot are within what checks remember"""
+_BOOTING = 60.0
+"""s after its boot at which a node wrote the kernel lines that are there from the beginning"""
+_COUNTED = 300.0
+"""s for which dcgm-exporter counts an Xid (DCGM_EXP_XID_ERRORS_COUNT, its default window)"""
+_HEALTH_EVERY = 60.0
+"""s between two runs of ``dcgmi health`` (rrl.health.readers.dcgm.reader)"""
+_GIB = 2**30
+_FILESYSTEMS = {"/home": "nfs4", "/dev/shm": "tmpfs", "/tmp": "xfs", "/var": "xfs", "/local": "xfs"}
+"""of a mount, by the beginning of its path; the root is xfs, and any other is Lustre"""
+MOUNTS = ("/", "/tmp", "/dev/shm", "/home", "/scratch")
+_IN_USE = 70 * _GIB
+"""bytes of a GPU's memory that a role has"""
+PORTS = tuple(f"mlx5_{index}/1" for index in range(8))
+LINKS = 18
+"""of each GPU"""
+COUNTERS = (
+    "link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err",
+    "symbol_error", "link_error_recovery", "port_rcv_errors", "local_ack_timeout_err", "port_xmit_discards",
+    "roce_slow_restart", "carrier_changes",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Change:
+    """From ``since`` until ``until`` fields have other values, and counters rise."""
+
+    since: float
+    until: float
+    set: dict[str, Any]
+    grow: dict[str, float]
+    links: frozenset[int] | None = None
+    """what is changed is of these NVLinks of the GPU"""
+
+
+@dataclass(slots=True)
+class _Machine:
+    gpus: tuple[r.Gpu, ...]
+    busy_from: float
+    """from then on it is read at full pace"""
+    offset: float
+    busy_until: float = 0.0
+    watched: set[str] = field(default_factory=set)
+    """readers that see something of what happens"""
+    gpu_changes: dict[int, list[_Change]] = field(default_factory=dict)
+    port_changes: dict[str, list[_Change]] = field(default_factory=dict)
+    mount_changes: dict[str, list[_Change]] = field(default_factory=dict)
+    host_changes: list[_Change] = field(default_factory=list)
+    kernel: list[tuple[float, r.KernelEvent]] = field(default_factory=list)
+    incidents: list[tuple[float, float, r.DcgmIncident]] = field(default_factory=list)
+    readers: dict[str, list[tuple[float, float, str, str]]] = field(default_factory=dict)
+    """reader → from, until, state, why"""
+    lost: dict[int, tuple[float, str]] = field(default_factory=dict)
+    xids: list[tuple[float, r.GpuXid, frozenset[str]]] = field(default_factory=list)
+    """when, what, and by which readers it is told"""
+    gone: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """GPU → from when until when NVML does not count it"""
+    hcas_gone: dict[str, tuple[float, float]] = field(default_factory=dict)
+    told: float = -inf
+    """kernel lines up to here have been read"""
+    heard: float = inf
+    """Xids up to here have been heard by NVML, or are lost; inf: it does not listen yet"""
+    due: dict[str, float] = field(default_factory=dict)
+
+
+class Machines:
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.used: Callable[[NodeName], Collection[int]] = lambda node: ()
+        """GPUs of the node that a role of ours has just now"""
+        self._present = scenario.cluster.readers
+        self._gpus = gpus_of(scenario)
+        self._machines: dict[NodeName, _Machine] = {}
+        self._seed = seed
+
+    def expect(self, node: NodeName, event: Event, at: float) -> None:
+        """Something will happen there."""
+        machine = self._machine(node)
+        machine.busy_from = min(machine.busy_from, at - _BEFORE)
+        machine.busy_until = max(machine.busy_until, at + _AFTER)
+        machine.watched |= {event.reader} if event.do == "reader" else set(_SEEN_BY[event.do])
+
+    def _machine(self, node: NodeName) -> _Machine:
+        if node not in self._machines:
+            gpus = tuple(healthy_gpu(node, index) for index in range(self._gpus))
+            self._machines[node] = _Machine(gpus, inf, (hash_of(node) + self._seed) % 7)
+        return self._machines[node]
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def happen(self, event: Event, node: NodeName, now: float, lasts: float) -> None:
+        machine, until = self._machine(node), now + lasts
+        self.expect(node, event, now)
+        machine.busy_until = max(machine.busy_until, until + _AFTER, now + event.times * event.every.a + _AFTER)
+        given = values_of(struct_of(event), event.set) if event.do in STRUCTS else event.set
+        given = {**given, **dict.fromkeys(event.unread)}
+        if event.unread:
+            given["unread"] = dict.fromkeys(event.unread, "not supported")
+        change = _Change(now, until, given, event.grow, None if event.link is None else frozenset(event.link))
+        match event.do:
+            case "xid":
+                for gpu in event.gpus(len(machine.gpus)):
+                    _xid(machine, event, machine.gpus[gpu], now - (event.age or 0.0))
+            case "kernel":
+                old = event.age if event.age is not None else UPTIME - _BOOTING if not now else 0.0
+                machine.kernel += [(now - old + n * event.every.a, _line(event)) for n in range(event.times)]
+            case "gpu":
+                for gpu in event.gpus(len(machine.gpus)):
+                    machine.gpu_changes.setdefault(gpu, []).append(change)
+            case "gpu_lost":
+                machine.lost |= dict.fromkeys(event.gpus(len(machine.gpus)), (now, event.text or "GPU is lost"))
+            case "gpu_gone":
+                machine.gone |= dict.fromkeys(event.gpus(len(machine.gpus)), (now, until))
+            case "port":
+                machine.port_changes.setdefault(event.port, []).append(change)
+            case "hca_gone":
+                machine.hcas_gone[event.port.partition("/")[0]] = (now, until)
+            case "mount":
+                machine.mount_changes.setdefault(event.path or "/home", []).append(change)
+            case "host":
+                machine.host_changes.append(change)
+            case "dcgm":
+                for gpu_id in [machine.gpus[gpu].uuid for gpu in event.gpus(len(machine.gpus))] or [""]:
+                    code = event.incident.removeprefix("DCGM_FR_")
+                    incident = r.DcgmIncident(gpu_id, event.system, code, event.severity, event.text, event.source)
+                    machine.incidents.append((now, until, incident))
+            case "reader":
+                machine.readers.setdefault(event.reader, []).append((now, until, event.state, event.text))
+            case _:
+                raise AssertionError(event.do)
+
+    # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def read(self, node: NodeName, now: float) -> list[r.Reading]:
+        """The readings that come in at this second; ``at`` is the node's clock: it runs since ``UPTIME``."""
+        machine = self._machine(node)
+        found: list[r.Reading] = []
+        for reader in r.READERS:
+            if now < machine.due.get(reader, machine.offset):
+                continue
+            busy = machine.busy_from <= now < machine.busy_until
+            pace = _SELDOM if not busy else PACE[reader] if reader in machine.watched else max(PACE[reader], _CALM)
+            soon = max(machine.busy_from, now + 1.0) if now < machine.busy_from else inf
+            machine.due[reader] = now + pace if busy else min(now + pace, soon)
+            found.append(self._reading(machine, node, reader, now))
+            if found[-1].state == "hung":
+                machine.due[reader] = now + max(pace, _HUNG_FOR)
+        return found
+
+    def _reading(self, machine: _Machine, node: NodeName, reader: str, now: float) -> r.Reading:
+        at = UPTIME + now
+        heard = machine.heard
+        if reader == "nvml":
+            machine.heard = now
+        if reader not in self._present or (reader == "nvml" and not machine.gpus):
+            return r.Reading(reader, at, None, "absent", f"no {reader} here")
+        for since, until, state, why in machine.readers.get(reader, ()):
+            if since <= now < until:
+                return r.Reading(reader, at, None, state, why or f"did not answer within {_HUNG_FOR:g} s")  # type: ignore[arg-type]
+        data: r.Data
+        if reader == "nvml":
+            used = set(self.used(node))
+            gpus = tuple(_gpu(machine, _idle(gpu) if gpu.index not in used else gpu, now)
+                         for gpu in machine.gpus if not _is_gone(machine.gone.get(gpu.index), now))  # fmt: skip
+            xids = tuple(xid for when, xid, by in machine.xids if "nvml" in by and heard <= when < now)
+            data = r.NvmlData("570.124.06", gpus, xids, xid_events="")
+        elif reader == "kernel":
+            new = [each for each in machine.kernel if machine.told <= each[0] < now]
+            machine.told = now
+            data = r.KernelData(tuple(msgspec.structs.replace(line, age=now - at) for at, line in new))
+        elif reader == "fabric":
+            there = [name for name in PORTS if not _is_gone(machine.hcas_gone.get(name.partition("/")[0]), now)]
+            data = r.FabricData(tuple(_port(machine, name, now) for name in there))
+        elif reader == "host":
+            paths = dict.fromkeys((*MOUNTS, *machine.mount_changes))
+            mounts = tuple(_changed(_healthy_mount(path), machine.mount_changes.get(path, ()), now) for path in paths)
+            data = _changed(_healthy_host(mounts), machine.host_changes, now)
+        else:
+            active = tuple(incident for since, until, incident in machine.incidents if since <= now < until)
+            run = now // _HEALTH_EVERY * _HEALTH_EVERY
+            exported = tuple(_dcgm_gpu(machine, gpu, now) for gpu in machine.gpus)
+            data = r.DcgmData(exported, active, health_at=UPTIME + run,
+                              driver_gpus=tuple(gpu.uuid for gpu in machine.gpus))  # fmt: skip
+        return r.Reading(reader, at, data)
+
+
+def _xid(machine: _Machine, event: Event, gpu: r.Gpu, first: float) -> None:
+    """Told by the kernel log, by NVML's events and by DCGM's counts, if they can be read; a line of the past only by
+    the log."""
+    text = f"NVRM: Xid (PCI:{gpu.pci}): {event.xid}, {event.text or 'pid=4711, name=python'}"
+    line = r.KernelEvent(kind="xid", text=text, xid=event.xid, pci=gpu.pci, pci_exists=True)
+    for n in range(event.times):
+        at = first + n * event.every.a
+        if "kernel" in event.by_readers:
+            machine.kernel.append((at, line))
+        if event.age is None:
+            machine.xids.append((at, r.GpuXid(gpu.uuid, event.xid), frozenset(event.by_readers)))
+
+
+def _line(event: Event) -> r.KernelEvent:
+    """As the reader would tell it: what the text says of itself counts where the file does not say otherwise."""
+    known = recognise(event.text.encode(), 0.0)
+    kind = event.kind or (known.kind if known is not None and known.kind != "xid" else "io")
+    line = known if known is not None and known.kind == kind else r.KernelEvent(kind=kind, text=event.text or kind)
+    return msgspec.structs.replace(line, device=event.path) if event.path else line
+
+
+def _is_gone(times: tuple[float, float] | None, now: float) -> bool:
+    return times is not None and times[0] <= now < times[1]
+
+
+def _dcgm_gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.DcgmGpu:
+    told = [xid.xid for at, xid, by in machine.xids
+            if xid.uuid == gpu.uuid and "dcgm" in by and now - _COUNTED < at < now]  # fmt: skip
+    return r.DcgmGpu(uuid=gpu.uuid, index=gpu.index, xid_counts={code: told.count(code) for code in told})
+
+
+def _healthy_mount(path: str) -> r.Mount:
+    kind = next((kind for start, kind in _FILESYSTEMS.items() if f"{path}/".startswith(f"{start}/")), "lustre")
+    return r.Mount(path=path, answers=True, filesystem="xfs" if path == "/" else kind, used=0.4, inodes_used=0.1)
+
+
+def healthy_gpu(node: str, index: int) -> r.Gpu:
+    """An H100 at work."""
+    links = tuple(r.NvLink(link=n, active=True, replay=0, recovery=0, crc_flit=0, crc_data=0) for n in range(LINKS))
+    return r.Gpu(
+        index=index, uuid=uuid_of(node, index), pci=f"0000:{0x1B + 16 * index:02x}:00", name="NVIDIA H100 80GB HBM3",
+        recovery_action="none", ecc_volatile_corrected=0, ecc_volatile_uncorrected=0, ecc_aggregate_corrected=3,
+        ecc_aggregate_uncorrected=0, remapped_corrected=0, remapped_uncorrected=0, remap_pending=False,
+        remap_failed=False, temperature=58, temperature_slowdown=90, temperature_shutdown=95, temperature_memory=70,
+        temperature_memory_max=95, clock_reasons=("sw_power_cap",), clock_sm=1755, clock_sm_max=1980, power=650_000,
+        power_limit=700_000, utilization=95, memory_used=_IN_USE, memory_total=80 * _GIB, processes=(),
+        pcie_replays=0, pcie_gen=5, pcie_gen_max=5, pcie_width=16, pcie_width_max=16, nvlinks=links,
+        fabric_state="completed", fabric_status="success",
+        unread=dict.fromkeys(("retired_corrected", "retired_uncorrected", "retired_pending"), "not supported"),
+    )  # fmt: skip
+
+
+def _idle(gpu: r.Gpu) -> r.Gpu:
+    """Nobody has it."""
+    return msgspec.structs.replace(
+        gpu, memory_used=4 * 2**20, utilization=0, power=75_000, temperature=32, clock_sm=345,
+        clock_reasons=("gpu_idle",),
+    )  # fmt: skip
+
+
+def _healthy_host(mounts: tuple[r.Mount, ...]) -> r.HostData:
+    return r.HostData(
+        mounts=mounts, memory_total=2048 * _GIB, memory_available=1500 * _GIB, load=20.0, cpus=128,
+        governor="performance", clock_source="tsc", oom_kills=0,
+    )  # fmt: skip
+
+
+def _gpu(machine: _Machine, gpu: r.Gpu, now: float) -> r.Gpu:
+    since, words = machine.lost.get(gpu.index, (inf, ""))
+    if now >= since:
+        return r.Gpu(index=gpu.index, uuid=gpu.uuid, pci=gpu.pci, lost=words)
+    changed: r.Gpu = _changed(gpu, machine.gpu_changes.get(gpu.index, ()), now)
+    return changed
+
+
+def _port(machine: _Machine, name: str, now: float) -> r.FabricPort:
+    device, port = name.split("/")
+    counters = dict.fromkeys(COUNTERS, 0)
+    usual = r.FabricPort(device=device, port=int(port), state="ACTIVE", physical="LinkUp", rate=400.0,
+                         link_layer="InfiniBand", counters=counters)  # fmt: skip
+    for change in machine.port_changes.get(name, ()):
+        for counter, rate in change.grow.items():
+            counters[counter] = counters.get(counter, 0) + int(rate * max(0.0, min(now, change.until) - change.since))
+        if change.since <= now < change.until:
+            given = dict(change.set)
+            counters.update(given.pop("counters", {}))
+            usual = msgspec.structs.replace(usual, **given)
+    return usual
+
+
+def _changed(usual: Any, changes: Any, now: float) -> Any:
+    for change in changes:
+        if change.links is not None:
+            of_link = _Change(change.since, change.until, change.set, change.grow)
+            links = tuple(_changed(one, [of_link], now) if one.link in change.links else one for one in usual.nvlinks)
+            usual = msgspec.structs.replace(usual, nvlinks=links)
+            continue
+        for name, rate in change.grow.items():
+            rises = rate * max(0.0, min(now, change.until) - change.since)
+            had = getattr(usual, name) or 0
+            usual = msgspec.structs.replace(
+                usual, **{name: had + rises if isinstance(had, float) else had + int(rises)}
+            )
+        if change.since <= now < change.until:
+            given = dict(change.set)
+            if "nvlink" in given:  # {link = 3, active = false}: one of the links
+                link = given.pop("nvlink")
+                links = tuple(msgspec.structs.replace(one, **link) if one.link == link["link"] else one
+                              for one in usual.nvlinks)  # fmt: skip
+                usual = msgspec.structs.replace(usual, nvlinks=links)
+            if "unread" in given:
+                given["unread"] = {**usual.unread, **given["unread"]}
+            usual = msgspec.structs.replace(usual, **given)
+    return usual
+
+
+STRUCTS: dict[str, type[msgspec.Struct]] = {"gpu": r.Gpu, "port": r.FabricPort, "mount": r.Mount, "host": r.HostData}
+
+
+def values_of(struct: type[msgspec.Struct], given: dict[str, Any]) -> dict[str, Any]:
+    """Values of a file as its fields have them. Raises ValidationError."""
+    types = {**get_type_hints(struct), "nvlink": dict[str, Any]}
+    return {name: msgspec.convert(value, types[name]) for name, value in given.items()}
+
+
+def struct_of(event: Event) -> type[msgspec.Struct]:
+    """Whose fields ``set`` and ``grow`` are of."""
+    return r.NvLink if event.link is not None else STRUCTS[event.do]
+
+
+def gpus_of(scenario: Scenario) -> int:
+    """GPUs of every node."""
+    return max((table.gpus or 0 for table in roles_of(scenario).values()), default=0)
+
+
+def uuid_of(node: str, index: int) -> str:
+    return f"GPU-{node}-{index}"
+
+
+def hash_of(text: str) -> int:
+    """The same in every process."""
+    return sum(ord(letter) * (index + 1) for index, letter in enumerate(text))

@@ -1,0 +1,44 @@
+"""Who lives on which node when a scenario begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from rrl.core.types import NodeName, ReplicaId, replica_id
+from rrl.tests.support.scenarios.actors import Gang, Node, members_of, node_named
+from rrl.tests.support.scenarios.format import Scenario
+from rrl.tests.support.scenarios.rhythms import SMALL, roles_of
+
+_SOON = 2.0
+"""s within which everything is launched"""
+
+
+def placed(
+    scenario: Scenario, seed: int, chance: Callable[[str], Random]
+) -> tuple[dict[NodeName, Node], dict[ReplicaId, Gang], list[Node]]:
+    """Nodes, gangs and spares: each process on a node of its own, but small ones together, and where a role says so."""
+    nodes: dict[NodeName, Node] = {}
+    gangs: dict[ReplicaId, Gang] = {}
+    shared: Node | None = None
+
+    def node(name: str = "") -> Node:
+        name = name or next(each for n in range(1, 10_000) if NodeName(each := f"n{n}") not in nodes)
+        return nodes.setdefault(NodeName(name), node_named(name, seed))
+
+    for role, table in roles_of(scenario).items():
+        named = iter(table.on)
+        for index in range(table.replicas):
+            homes: list[Node] = []
+            for _ in range(table.ranks):
+                if (name := next(named, "")) or not (role in SMALL or not table.gpus):
+                    homes.append(node(name))
+                else:
+                    shared = shared or node()
+                    homes.append(shared)
+            gang = replica_id(role, index)
+            probed = table.probed if table.probed is not None else role == "rollout"
+            random = chance(f"{gang}:1")
+            gangs[gang] = Gang(gang, role, table, members_of(gang, 1, homes, table.gpus or 0, probed), random)
+            gangs[gang].launch_at = random.uniform(0.0, _SOON)
+    return nodes, gangs, [node() for _ in range(scenario.cluster.spares)]

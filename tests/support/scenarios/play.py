@@ -1,0 +1,224 @@
+"""One scenario with one seed before one judge: what it said, held against the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rrl.core.types import AGENT, Finding, Life, NodeName, ReplicaId, Verdict, gang_of, role_of
+from rrl.tests.support.scenarios import repairs
+from rrl.tests.support.scenarios.event_effects import Happening, shifted
+from rrl.tests.support.scenarios.format import Scenario, Truth
+from rrl.tests.support.scenarios.hardware import Machines, uuid_of
+from rrl.tests.support.scenarios.judge import Judge
+from rrl.tests.support.scenarios.world import World
+
+
+class Alarm(Struct, frozen=True):
+    """Something that a judge said for the first time, or in other words: FAIL, or WARN where the truth asks for one."""
+
+    at: float
+    verdict: str
+    detector: str
+    cause: str
+    who: str
+    """replica or node"""
+    incarnation: int
+    """0 for nodes"""
+    text: str = ""
+    until: float = inf
+    """when it was not said any more"""
+
+
+class Outcome(Struct, frozen=True):
+    """Of one entry of the truth."""
+
+    who: str
+    cause: str
+    verdict: str
+    since: float
+    found_at: float | None
+    """when the first alarm about it came, in time or late"""
+    in_time: bool
+    named: str
+    """the cause that the alarm gave"""
+    detector: str = ""
+
+
+class Played(Struct, frozen=True):
+    scenario: str
+    seed: int
+    outcomes: tuple[Outcome, ...]
+    false: tuple[Alarm, ...]
+    """FAIL about somebody who had not failed"""
+    lasts: float = 0.0
+    """s of virtual time"""
+    broken: str = ""
+    """the scenario does not do what it says: an event struck nobody"""
+
+
+def play(name: str, scenario: Scenario, seed: int, judge: Judge) -> Played:
+    """Raises nothing but what a judge raises."""
+    machines = Machines(scenario, seed)
+    world = World(name, scenario, seed, judge)
+    world.died = lambda member: judge.role_died(
+        member.node.name, [uuid_of(member.node.name, index) for index in member.held], world.now
+    )
+    machines.used = world.used
+    shift = world.chance("jitter").uniform(0.0, scenario.jitter.draw(world.chance("jitter of")))
+    happenings = [Happening(event, index, shift, world, machines) for index, event in enumerate(scenario.event)]
+    for node in world.nodes.values():
+        for one in happenings:
+            if one.concerns(node.name):
+                first = one.due if one.due < inf else min(each.due for each in happenings)
+                machines.expect(node.name, one.event, first)
+    following = [one for one in happenings if one.event.after]
+    alarms: list[Alarm] = []
+    told: set[str] = set()
+    standing: dict[str, int] = {}
+    """what is said now: which of the alarms"""
+    while world.now < scenario.lasts:
+        for one in happenings:
+            if world.now >= one.due:
+                one.happen()
+                if one.struck_at == world.now:
+                    for other in following:
+                        other.follows(one)
+        world.tick()
+        if world.deaf:
+            continue
+        for node in world.nodes.values():
+            if not node.excluded and node.agent_speaks(world.now):
+                for reading in machines.read(node.name, world.now):
+                    judge.reading(node.name, reading, world.now)
+        findings = judge.findings(world.now)
+        current = {_words(one) for one in findings} if findings else set()
+        new = [one for one in findings if _words(one) not in told] if current else []
+        for words in told - current:
+            if (index := standing.pop(words, None)) is not None:
+                alarms[index] = replace(alarms[index], until=world.now)
+        told = current
+        for finding in new:
+            if finding.verdict in (Verdict.FAIL, Verdict.WARN):
+                standing[_words(finding)] = len(alarms)
+                alarms.append(_alarm(finding, world.now))
+        for finding in findings:
+            if finding.verdict is Verdict.FAIL:
+                _repair(world, finding)
+    return _scored(name, scenario, seed, happenings, alarms, world, shift)
+
+
+def _words(finding: Finding) -> str:
+    """What makes it another thing to be told: of a warning also what it says first, which becomes graver by and by."""
+    first = finding.evidence[0].text if finding.verdict is Verdict.WARN and finding.evidence else ""
+    return f"{finding.verdict}:{finding.key}:{first}"
+
+
+def _alarm(finding: Finding, now: float) -> Alarm:
+    who, incarnation = (str(finding.node), 0) if finding.life is None else _whom(finding.life)
+    text = finding.evidence[0].text if finding.evidence else ""
+    return Alarm(now, finding.verdict.value, finding.detector, finding.cause.value, who, incarnation, text)
+
+
+def _whom(life: Life) -> tuple[str, int]:
+    return str(life.replica), life.incarnation
+
+
+def _repair(world: World, finding: Finding) -> None:
+    """Roughly what the planner does."""
+    if finding.node is not None:
+        node = world.nodes.get(finding.node)
+        if node is not None and not node.excluded:
+            repairs.exclude(world, node)
+    elif finding.life is not None and role_of(finding.life.replica) == AGENT:
+        node = world.nodes.get(NodeName(finding.life.replica.partition("/")[2]))
+        if node is not None and node.agent == finding.life:
+            repairs.restart_agent(world, node)
+    elif finding.life is not None and finding.life in world.living:
+        repairs.restart(world, world.gang(finding.life))
+
+
+# ── against the truth ────────────────────────────────────────────────────────────────────────────────────────────────
+def _scored(
+    name: str,
+    scenario: Scenario,
+    seed: int,
+    happenings: list[Happening],
+    alarms: list[Alarm],
+    world: World,
+    shift: float,
+) -> Played:
+    outcomes: list[Outcome] = []
+    explained: set[int] = set()
+    idle = [one.name for one in happenings if one.missed]
+    broken = f"{', '.join(idle)} struck nobody before the end" if idle else ""
+    for truth in scenario.truth:
+        happening = next((one for one in happenings if one.name == truth.of), happenings[0] if happenings else None)
+        if truth.at is not None:
+            since = shifted(truth.at.draw(world.chance("truth")), shift)
+        else:
+            since = inf if happening is None or happening.struck_at is None else happening.struck_at
+        if since >= scenario.lasts or (happening is not None and happening.struck_at is None):
+            broken = broken or f"{truth.who} does not fail before the end"
+            continue
+        accepted, also = _accepted(truth, happening)
+        first: Alarm | None = None
+        for index, alarm in enumerate(alarms):
+            stands = truth.verdict == "WARN" and alarm.verdict == "WARN" and alarm.until > since
+            if (alarm.at < since and not stands) or (truth.never == "fail" and alarm.verdict == "FAIL"):
+                continue
+            if _is_among(alarm, accepted):
+                explained.add(index)
+                if first is None and (alarm.verdict == "FAIL" or truth.verdict == "WARN"):
+                    first = replace(alarm, at=max(alarm.at, since))
+            elif _is_among(alarm, also):
+                explained.add(index)
+        in_time = first is not None and first.at <= since + truth.within
+        if first is None and since + truth.within > scenario.lasts:
+            broken = broken or f"it ends before {truth.who} had to be found"
+            continue
+        outcomes.append(Outcome(
+            truth.who, truth.cause, truth.verdict, since, first.at if first else None, in_time,
+            first.cause if first else "", first.detector if first else "",
+        ))  # fmt: skip
+    false = tuple(_once(one for index, one in enumerate(alarms) if one.verdict == "FAIL" and index not in explained))
+    return Played(name, seed, tuple(outcomes), false, scenario.lasts, broken)
+
+
+def _once(alarms: Iterable[Alarm]) -> list[Alarm]:
+    """One for each gang that is restarted at one time, however many of its members were named."""
+    seen: dict[tuple[str, int, float], Alarm] = {}
+    for one in alarms:
+        gang = str(gang_of(ReplicaId(one.who))) if "/" in one.who else one.who
+        seen.setdefault((gang, one.incarnation, one.at), one)
+    return list(seen.values())
+
+
+def _accepted(truth: Truth, happening: Happening | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Whom an alarm may name, with the incarnation up to which; and who else suffers from the same: neither finds it,
+    nor is it false to say so. Names that a repair has given to a newer life are not among them."""
+    named = (truth.who, *truth.or_)
+    places = happening.places if happening is not None else {}
+    accepted: dict[str, int] = {}
+    also: dict[str, int] = {}
+    for name in named:
+        if name.startswith("@"):
+            name = places.get(name[1:], name)
+        accepted[name] = happening.incarnations.get(name, 10**6) if happening is not None else 10**6
+    if happening is not None:
+        for replica, node in happening.places.items():
+            gang = str(gang_of(replica))
+            if any(str(gang_of(one)) == gang for one in named if "/" in one):
+                suffers = also if truth.exact else accepted
+                suffers.setdefault(replica, happening.incarnations.get(replica, 1))
+            if node in accepted:
+                also[replica] = happening.incarnations.get(replica, 1)
+                also[f"agent/{node}"] = 10**6
+    return accepted, also
+
+
+def _is_among(alarm: Alarm, who: dict[str, int]) -> bool:
+    return alarm.who in who and alarm.incarnation <= who[alarm.who]

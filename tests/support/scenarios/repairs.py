@@ -1,0 +1,75 @@
+"""What the manager does about what was found, roughly: enough that a wrong second finding would show."""
+
+from __future__ import annotations
+
+from math import inf
+
+from rrl.core.types import NodeName
+from rrl.tests.support.scenarios.actors import Gang, Member, Node, members_of, node_named
+from rrl.tests.support.scenarios.world import World
+
+_PER_NODE = 2
+"""restarts in place on one node within the window; then it moves (recovery.per_node)"""
+_WINDOW = 600.0
+"""s (recovery.window)"""
+
+
+def restart(world: World, gang: Gang) -> None:
+    """All of it is fenced and killed, and started anew: in place, or elsewhere where its node is left or failed it."""
+    if gang.launch_at < inf:
+        return
+    now = world.now
+    for member in gang.members:
+        member.ended = True
+        world.living.pop(member.life, None)
+        world.judge.forget(member.life, now)
+        world.judge.killed(member.life, member.node.name, now)
+        gang.restarts.append((now, member.node.name))
+    gang.incarnation += 1
+    gang.random = world.chance(f"{gang.id}:{gang.incarnation}")
+    gang.joined, gang.joins_at = False, inf
+    gang.members = members_of(gang.id, gang.incarnation, [one.node for one in gang.members],
+                              gang.table.gpus or 0, gang.members[0].probed)  # fmt: skip
+    waits = [_settle(world, gang, member) for member in gang.members]
+    gang.launch_at = now + max(waits) + world.scenario.cluster.restart.draw(gang.random)
+
+
+def exclude(world: World, node: Node) -> None:
+    """A node is left for good; who lived there starts elsewhere."""
+    node.excluded = True
+    world.spares = [one for one in world.spares if one is not node]
+    for gang in world.gangs.values():
+        if any(member.node is node for member in gang.members):
+            if gang.launch_at == inf:
+                restart(world, gang)
+            else:
+                gang.launch_at = max(gang.launch_at, world.now + max(_settle(world, gang, one) for one in gang.members))
+    world.judge.forget_node(node.name, world.now)
+
+
+def agent_ends(world: World, node: Node, back_after: float) -> None:
+    """It is gone; ``back_after`` s later another one is there, whoever started it."""
+    node.agent_until = world.now
+    if back_after < inf:
+        world.later(world.now + back_after, lambda: restart_agent(world, node))
+
+
+def restart_agent(world: World, node: Node) -> None:
+    world.judge.forget(node.agent, world.now)
+    node.agent_returns()
+    world.judge.launched(node.agent, node.name, world.now)
+
+
+def _settle(world: World, gang: Gang, member: Member) -> float:
+    """Where its next life starts, and s until it can."""
+    node = member.node
+    often = sum(name == node.name and world.now - at < _WINDOW for at, name in gang.restarts) > _PER_NODE
+    if not node.excluded and not (often and world.spares):
+        return 0.0
+    if world.spares:
+        member.node = world.spares.pop(0)
+        return 0.0
+    number = next(n for n in range(1, 10_000) if NodeName(f"r{n}") not in world.nodes)
+    member.node = node_named(f"r{number}", world.seed)
+    world.nodes[member.node.name] = member.node
+    return world.scenario.cluster.allocation.draw(world.random)

@@ -1,0 +1,106 @@
+"""What roles do when a scenario does not say: phases, how long, how much work, and what it takes of CPU and GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rrl.tests.support.scenarios.format import Beat, RoleTable, Scenario
+from rrl.tests.support.scenarios.values import Drawn, fixed
+
+
+class Loads(NamedTuple):
+    cpu: float
+    """cores"""
+    gpu: float
+    """share of the time in which a kernel ran"""
+    tensor: float
+    """share of the time in which tensor cores worked"""
+
+
+IDLE = Loads(0.0, 0.0, 0.0)
+WAITING = Loads(0.02, 0.0, 0.0)
+COMPILING = Loads(1.0, 0.0, 0.0)
+IN_COLLECTIVE = Loads(1.0, 1.0, 0.0)
+"""of a rank that waits for another one in NCCL: its kernel spins"""
+_LOADS = {
+    "generate": Loads(1.0, 0.9, 0.4),
+    "train": Loads(1.2, 0.95, 0.5),
+    "checkpoint": Loads(0.8, 0.05, 0.0),
+    "publish": Loads(0.8, 0.05, 0.0),
+    "loading_weights": Loads(0.5, 0.1, 0.0),
+    "score": Loads(1.0, 0.0, 0.0),
+    "serve": Loads(0.1, 0.0, 0.0),
+    "starting": Loads(1.0, 0.0, 0.0),
+}
+
+
+def loads_of(beat: Beat) -> Loads:
+    usual = _LOADS.get(beat.phase, WAITING if beat.phase.startswith("wait") else COMPILING)
+    said = (beat.cpu, beat.gpu, beat.tensor)
+    return Loads(*(given if given is not None else of for given, of in zip(said, usual, strict=True)))
+
+
+def _lognormal(median: float, sigma: float) -> Drawn:
+    return Drawn("lognormal", median, sigma)
+
+
+def _uniform(low: float, high: float) -> Drawn:
+    return Drawn("uniform", low, high)
+
+
+_STARTS = _uniform(15.0, 60.0)
+_RHYTHMS: dict[str, tuple[Beat, ...]] = {
+    "trainer": (
+        Beat(phase="wait_data", lasts=_lognormal(20.0, 0.3), waits="rollout", says=True),
+        Beat(phase="train", lasts=_lognormal(60.0, 0.15), first=_uniform(20.0, 60.0)),
+        Beat(phase="checkpoint", lasts=_uniform(3.0, 8.0)),
+        Beat(phase="publish", lasts=_uniform(2.0, 5.0)),
+    ),
+    "rollout": (
+        Beat(phase="wait_work", lasts=_uniform(0.0, 3.0), waits="trajectories", says=True),
+        Beat(phase="generate", lasts=_lognormal(90.0, 0.3), rate=900.0),
+        Beat(phase="loading_weights", lasts=_uniform(1.0, 4.0)),
+    ),
+    "reward": (
+        Beat(phase="wait_work", lasts=_lognormal(10.0, 0.5), waits="trajectories", says=True),
+        Beat(phase="score", lasts=_lognormal(6.0, 0.4), rate=5.0),
+    ),
+    "trajectories": (Beat(phase="serve", lasts=fixed(float("inf")), rate=20.0, waits="rollout"),),
+}
+_ONCE: dict[str, tuple[Beat, ...]] = {
+    "trainer": (
+        Beat(phase="checkpoint", lasts=_uniform(5.0, 20.0)),
+        Beat(phase="publish", lasts=_uniform(2.0, 5.0)),
+    ),
+    "rollout": (
+        Beat(phase="wait_weights", lasts=_uniform(1.0, 5.0), waits="trainer"),
+        Beat(phase="loading_weights", lasts=_uniform(2.0, 6.0)),
+    ),
+}
+_OTHER = (Beat(phase="between", lasts=_uniform(5.0, 20.0)),)
+_USUAL = {
+    "trajectories": RoleTable(),
+    "reward": RoleTable(),
+    "trainer": RoleTable(),
+    "rollout": RoleTable(replicas=3),
+}
+SMALL = ("trajectories", "reward")
+"""roles that share a node"""
+
+
+def roles_of(scenario: Scenario) -> dict[str, RoleTable]:
+    """All roles with rhythms, in the order in which nodes are given to them."""
+    roles = {**_USUAL, **scenario.roles}
+    filled = {name: _filled(name, table) for name, table in roles.items()}
+    return {name: table for name, table in filled.items() if table.replicas}
+
+
+def _filled(name: str, table: RoleTable) -> RoleTable:
+    gpus = table.gpus if table.gpus is not None else 8 if name in ("trainer", "rollout") else 0
+    once = table.once if table.once is not None else () if table.rhythm else _ONCE.get(name, ())
+    said = table if "replicas" in table.model_fields_set else _USUAL.get(name, table)
+    update = {
+        "replicas": said.replicas, "gpus": gpus, "once": once, "rhythm": table.rhythm or _RHYTHMS.get(name, _OTHER),
+        "starts": table.starts or _STARTS,
+    }  # fmt: skip
+    return table.model_copy(update=update)

@@ -1,0 +1,123 @@
+"""Many plays in one count: precision, recall, delays, and whose failure was called what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, median
+
+from msgspec import Struct
+
+from rrl.tests.support.scenarios.play import Outcome, Played
+
+MISSED, NOBODY = "missed", "nothing wrong"
+
+
+class Score(Struct, frozen=True):
+    """``found`` in time, ``late`` or never found (``missed``), and FAIL about who had not failed (``false``)."""
+
+    runs: int
+    found: int
+    late: int
+    missed: int
+    false: int
+
+    @property
+    def precision(self) -> float:
+        """1 where nothing was said: nothing wrong was."""
+        return self.found / (self.found + self.false) if self.found + self.false else 1.0
+
+    @property
+    def recall(self) -> float:
+        """Late is not found."""
+        every = self.found + self.late + self.missed
+        return self.found / every if every else 1.0
+
+
+def score(plays: Sequence[Played]) -> Score:
+    outcomes = [one for play in plays for one in play.outcomes]
+    found = sum(one.in_time for one in outcomes)
+    late = sum(one.found_at is not None and not one.in_time for one in outcomes)
+    false = sum(len(play.false) for play in plays)
+    return Score(len(plays), found, late, len(outcomes) - found - late, false)
+
+
+def confusion(plays: Iterable[Played]) -> Counter[tuple[str, str]]:
+    """(true cause, what it was called) → how often."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for play in plays:
+        for one in play.outcomes:
+            counts[one.cause, one.named if one.in_time else MISSED] += 1
+        for alarm in play.false:
+            counts[NOBODY, alarm.cause] += 1
+        if not play.outcomes and not play.false:
+            counts[NOBODY, NOBODY] += 1
+    return counts
+
+
+def delays(plays: Iterable[Played]) -> dict[tuple[str, str], list[float]]:
+    """(role or ``node``, cause) → s from the failure to its first alarm, of those found at all."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for play in plays:
+        for one in play.outcomes:
+            if one.found_at is not None:
+                found.setdefault((_kind(one), one.cause), []).append(one.found_at - one.since)
+    return found
+
+
+def hang_delays(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
+    """(scenario, seed, which) → s, of the hangs that were found, in time or not."""
+    return {
+        (play.scenario, play.seed, index): one.found_at - one.since
+        for play in plays for index, one in enumerate(play.outcomes)
+        if one.cause == "hang" and one.verdict == "FAIL" and one.found_at is not None
+    }  # fmt: skip
+
+
+def ratio(ours: Sequence[Played], theirs: Sequence[Played]) -> float | None:
+    """Median, of the hangs that both find, of our delay over theirs for the same hang; None where there are none. (Of
+    pairs: RobustRL gives a rollout 90 s and a trainer 300, so that a ratio of two medians says which of them are many.)
+    """
+    mine, other = hang_delays(ours), hang_delays(theirs)
+    pairs = [mine[key] / other[key] for key in mine.keys() & other.keys() if other[key]]
+    return median(pairs) if pairs else None
+
+
+def compared(ours: Sequence[Played], theirs: Sequence[Played]) -> dict[str, float | int | None]:
+    """Delays of hangs, ours over theirs, with the bounds as they are. ``each``: :func:`ratio`; ``median`` and ``mean``:
+    ratios of those of what both find; ``median_of_all`` and ``mean_of_all``: a hang that only one of them finds counts
+    as open until the other's play ended, so that nobody gains by missing what takes long; and how many hangs each finds
+    alone."""
+    mine, other = hang_delays(ours), hang_delays(theirs)
+    both, either = mine.keys() & other.keys(), mine.keys() | other.keys()
+    left = {**_left(ours), **_left(theirs)}
+    each = ratio(ours, theirs)
+    told: dict[str, float | int | None] = {
+        "each": None if each is None else round(each, 4),
+        "median": _over(median, [mine[key] for key in both], [other[key] for key in both]),
+        "mean": _over(fmean, [mine[key] for key in both], [other[key] for key in both]),
+    }
+    every = [(mine.get(key, left[key]), other.get(key, left[key])) for key in either]
+    told["median_of_all"] = _over(median, [one for one, _ in every], [one for _, one in every])
+    told["mean_of_all"] = _over(fmean, [one for one, _ in every], [one for _, one in every])
+    told |= {"both": len(both), "ours_alone": len(mine.keys() - both), "robustrl_alone": len(other.keys() - both)}
+    return told
+
+
+def _left(plays: Iterable[Played]) -> dict[tuple[str, int, int], float]:
+    """s from a failure to the end of its play."""
+    return {(play.scenario, play.seed, index): play.lasts - one.since
+            for play in plays for index, one in enumerate(play.outcomes)}  # fmt: skip
+
+
+def _over(middle: Callable[[list[float]], float], mine: list[float], other: list[float]) -> float | None:
+    return round(middle(mine) / middle(other), 4) if other and middle(other) else None
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _kind(one: Outcome) -> str:
+    return one.who.partition("/")[0] if "/" in one.who and not one.who.startswith("@") else "node"

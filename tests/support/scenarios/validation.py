@@ -1,0 +1,206 @@
+"""What a scenario says of somebody who is not there: mistakes that the tables alone do not show."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from random import Random
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from rrl.core.types import ReplicaId, gang_of, rank_of
+from rrl.health.readers.dcgm.parsing import by_number
+from rrl.health.readers.nvml.names import clock_reasons, fabric_state, recovery_action
+from rrl.health.readers.samples import Gpu, Mount, NvLink
+from rrl.tests.support.scenarios.event_kinds import target_of
+from rrl.tests.support.scenarios.format import Event, Scenario, Truth
+from rrl.tests.support.scenarios.hardware import COUNTERS, LINKS, PORTS, STRUCTS, gpus_of, struct_of, values_of
+from rrl.tests.support.scenarios.places import placed
+from rrl.tests.support.scenarios.rhythms import roles_of
+
+_OF_GPUS = ("gpu", "gpu_lost", "gpu_gone", "xid", "dcgm")
+_NUMBERED = ("unknown (", "bit_")
+"""how readers call what has no name yet"""
+_FEW = range(32)
+_OTHER_CODES = (
+    "CLOCK_THROTTLE_THERMAL", "CLOCK_THROTTLE_POWER", "BLACKLISTED_DRIVER", "VOLATILE_DBE", "VOLATILE_SBE",
+    "FABRIC_MANAGER_TRAINING_ERROR", "BROKEN_P2P_PCIE_MEMORY_DEVICE", "BROKEN_P2P_PCIE_WRITER_DEVICE",
+    "BROKEN_P2P_NVLINK_MEMORY_DEVICE", "BROKEN_P2P_NVLINK_WRITER_DEVICE", "TEST_SKIPPED", "SRAM_THRESHOLD",
+    "NVLINK_EFFECTIVE_BER_THRESHOLD", "NVLINK_SYMBOL_BER_THRESHOLD", "IMEX_UNHEALTHY", "FABRIC_PROBE_STATE",
+    "BINARY_PERMISSIONS", "NVLINK_ERROR", "POWER_BRAKE", "ERROR_SENTINEL",
+)  # fmt: skip
+"""of DCGM's older and newer versions, or short for several"""
+CODES = (*(code for number in range(200) if (code := by_number(number))), *_OTHER_CODES)
+_WORDS: dict[tuple[type[msgspec.Struct], str], tuple[str, ...]] = {
+    (Gpu, name): tuple(word for word in words if not word.startswith(_NUMBERED))
+    for name, words in (
+        ("clock_reasons", [word for bit in _FEW for word in clock_reasons(1 << bit)]),
+        ("recovery_action", [recovery_action(number) for number in _FEW]),
+        ("fabric_state", [fabric_state(number) for number in _FEW]),
+    )
+}
+"""field → the words that readers have for it"""
+
+Mistake = tuple[tuple[str | int, ...], str]
+
+
+def mistakes(scenario: Scenario) -> Iterator[Mistake]:
+    """Where in the file, and what is wrong."""
+    roles = roles_of(scenario)
+    for name, table in roles.items():
+        place = ("roles", name)
+        for index, beat in enumerate(table.rhythm):
+            if beat.waits and beat.waits not in roles:
+                yield (*place, "rhythm", index, "waits"), f"there is no role {beat.waits}{_near(beat.waits, roles)}"
+        if not any(beat.lasts.a or beat.lasts.b for beat in table.rhythm):
+            yield (*place, "rhythm"), "all of its phases last 0 s"
+        if len(table.on) > table.replicas * table.ranks:
+            yield (*place, "on"), f"names {len(table.on)} nodes for {table.replicas * table.ranks} processes"
+    if max(scenario.jitter.a, scenario.jitter.b if scenario.jitter.kind == "uniform" else 0.0) >= scenario.lasts:
+        yield ("jitter",), f"is as long as the scenario, which lasts {scenario.lasts:g} s: its events may never come"
+    nodes, gangs, _ = placed(scenario, 0, lambda what: Random(what))
+    members = [str(one.life.replica) for gang in gangs.values() for one in gang.members]
+    phases = {str(gang.id): _phases(gang.table) for gang in gangs.values()}
+    names = [event.name or event.do for event in scenario.event]
+    for index, event in enumerate(scenario.event):
+        for key, words in _of_event(event, scenario, members, list(map(str, nodes)), phases, names):
+            yield ("event", index, key), words
+    for index, truth in enumerate(scenario.truth):
+        if words := _of_origin(truth, names):
+            yield ("truth", index, "of"), words
+        for key, whom in (("who", truth.who), *(("or", each) for each in truth.or_)):
+            agents = [f"agent/{node}" for node in nodes]
+            known = [*members, *map(str, nodes), *agents]
+            if whom.removeprefix("@") not in (members if whom.startswith("@") else known):
+                yield ("truth", index, key), f"there is no {whom}{_near(whom, known)}; there are {_some(known)}"
+        if truth.at is not None and truth.at.a >= scenario.lasts:
+            yield ("truth", index, "at"), f"the scenario has ended by then: it lasts {scenario.lasts:g} s"
+
+
+def _of_origin(truth: Truth, names: Sequence[str]) -> str:
+    """What is wrong with the event that it comes from."""
+    known = ", ".join(dict.fromkeys(names)) or "none"
+    if truth.at is None and not truth.of and len(names) != 1:
+        return f"is needed where there is not one event: the name of one, or at; there are {known}"
+    if truth.of and truth.of not in names:
+        return f"there is no event {truth.of}{_near(truth.of, names)}; there are {known}"
+    if names.count(truth.of) > 1:
+        return f"several events are called {truth.of}; give them a name of their own"
+    return ""
+
+
+def _of_event(
+    event: Event, scenario: Scenario, members: Sequence[str], nodes: Sequence[str],
+    phases: dict[str, set[str]], names: Sequence[str],
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    if event.after and (event.after not in names or event.after == (event.name or event.do)):
+        yield "after", f"there is no other event {event.after}; there are {', '.join(names)}"
+    if event.at.a >= scenario.lasts:
+        yield "at", f"the scenario has ended by then: it lasts {scenario.lasts:g} s"
+    struck: set[str] = set()
+    for pattern in event.who:
+        process = target_of(event.do) == "process"
+        known = members if process or pattern.startswith("@") else nodes
+        found = {one for one in known if fnmatchcase(one, pattern if process else pattern.removeprefix("@"))}
+        struck |= found
+        if not found:
+            kind = "process" if known is members else "node"
+            yield "who", f"there is no {kind} {pattern}{_near(pattern, known)}; there are {_some(known)}"
+    if event.phase is not None and target_of(event.do) == "process" and struck:
+        of = set.union(*(phases[gang_of(one)] for one in struck))
+        if event.phase not in of:
+            yield "phase", f"no phase {event.phase} there{_near(event.phase, of)}; there are {_some(sorted(of))}"
+    elif event.phase is not None and event.phase not in set().union(*phases.values()):
+        of = set().union(*phases.values())
+        yield "phase", f"nobody has a phase {event.phase}{_near(event.phase, of)}; there are {_some(sorted(of))}"
+    there = gpus_of(scenario)
+    wrong = (event.gpu is None and not there) or any(one >= there for one in event.gpu or ())
+    if wrong and event.do in _OF_GPUS and (event.do != "dcgm" or "gpu" in event.model_fields_set):
+        yield "gpu", f"nodes have {there} GPUs here, counted from 0"
+    if event.age is not None and event.at.draw(Random(0)) > 0:
+        yield "age", 'is of lines that are in the log from the beginning: at = "0s"'
+    if event.do == "stretch":
+        for pattern in event.who:
+            if rank_of(ReplicaId(pattern)):
+                gang = gang_of(ReplicaId(pattern))
+                yield "who", f"stretch is of a whole gang: write {gang}; one rank alone: quiet or slow"
+    if event.do == "dcgm" and (code := event.incident.removeprefix("DCGM_FR_")) and code not in CODES:
+        yield "incident", f"DCGM has no code {code}{_near(code, CODES)} (docs of DCGM: DCGM_FR_*)"
+    if event.do in ("port", "hca_gone") and event.port not in PORTS:
+        yield "port", f"there is no port {event.port}; there are {PORTS[0]} to {PORTS[-1]}"
+    if event.do in STRUCTS:
+        yield from _of_fields(event)
+
+
+def _of_fields(event: Event) -> Iterator[tuple[str, str]]:
+    struct = struct_of(event)
+    types = get_type_hints(struct)
+    own = [name for name in types if name != "unread"]
+    if event.link is not None and any(one >= LINKS for one in event.link):
+        yield "link", f"every GPU has {LINKS} NVLinks, counted from 0"
+    for name, value in event.set.items():
+        if name == "nvlink" and event.do == "gpu" and event.link is None:
+            if not isinstance(value, dict) or value.get("link") not in range(LINKS):
+                yield "set", f"nvlink is a table with a link from 0 to {LINKS - 1}, as in {{link = 7, active = false}}"
+            elif wrong := next((one for one in value if one not in NvLink.__struct_fields__), ""):
+                fields = NvLink.__struct_fields__
+                yield "set", f"nvlink has no {wrong}{_near(wrong, fields)}; it has {', '.join(fields)}"
+        elif event.do == "port" and name in COUNTERS:
+            yield "set", f"{name} is a counter: grow = {{{name} = 2.0}} lets it rise by so much per s"
+        elif name not in own:
+            yield "set", f"{struct.__name__} has no {name}{_near(name, own)}; it has {', '.join(own)}"
+        elif wrong := _of_value(struct, name, types[name], value):
+            yield "set", f"{name} {wrong}"
+    numbers = COUNTERS if event.do == "port" else [n for n in own if types[n] in (int, float, int | None, float | None)]
+    for name in event.grow:
+        if name not in numbers:
+            yield "grow", f"there is no counter {name}{_near(name, numbers)}; there are {', '.join(numbers)}"
+    may = [name for name in own if type(None) in get_args(types[name])] if "unread" in types else []
+    for name in event.unread:
+        if name not in may:
+            yield "unread", f"{name} is nothing that may not be read{_near(name, may)}; there are {', '.join(may)}"
+
+
+def _of_value(struct: type[msgspec.Struct], name: str, of: Any, value: Any) -> str:
+    """What is wrong with it; empty: nothing."""
+    try:
+        values_of(struct, {name: value})
+    except msgspec.ValidationError as error:
+        return f"must be {_kind(of) or error}, not {json.dumps(value, default=str)}"[:300]
+    words = {name: known for (table, name), known in _WORDS.items() if table is struct}.get(name, ())
+    for one in value if isinstance(value, list) else [value]:
+        if words and one and one not in words and not str(one).startswith(_NUMBERED):
+            return f"knows no {one}{_near(str(one), words)}; it has {', '.join(words)}"
+    if struct is Mount and name in ("used", "inodes_used") and not 0 <= value <= 1:
+        return f"is a share, from 0 to 1, not {value:g}"
+    return ""
+
+
+def _kind(of: Any) -> str:
+    """A type as a person calls it."""
+    plain = [one for one in get_args(of) if one is not type(None)] if type(None) in get_args(of) else [of]
+    if len(plain) != 1:
+        return ""
+    known = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
+    if plain[0] in known:
+        return known[plain[0]]
+    if get_origin(plain[0]) is tuple:
+        inner = get_args(plain[0])[0]
+        return "a list of texts" if inner is str else f"a list of tables with {', '.join(inner.__struct_fields__)}"
+    return "a table" if get_origin(plain[0]) is dict else ""
+
+
+def _phases(table: Any) -> set[str]:
+    return {"starting", *(beat.phase for beat in (*table.rhythm, *(table.once or ())))}
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def _some(known: Sequence[str]) -> str:
+    return ", ".join(known[:12]) + (" ..." if len(known) > 12 else "")

@@ -1,0 +1,74 @@
+"""One kind of port in a process of its own: ``python -m rrl.tests.support.security.victim KIND KEYS``.
+
+Prints its address, then answers whoever belongs to the run, until its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from rrl.roles.trajectories.types import NotYet, Request
+from rrl.tests.support.roles.snapshots.keeping import keeper
+from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.transport.control import sockets
+from rrl.transport.control.endpoints import Listener
+from rrl.transport.keys import RunKeys
+from rrl.transport.messages import Admitted, Up
+from rrl.transport.weights import ucx
+from rrl.transport.weights.select import open_pipe
+from rrl.transport.weights.store import WeightStore
+
+HANDSHAKE_MS = 2000
+"""in place of wire's, and of the patience with the silent at UCX's own ports: a test waits for it"""
+SIZE = 2**20
+"""bytes of the version that the weight pipes serve"""
+
+
+async def _control(keys: RunKeys, up: Any, answer: Any, bounds: sockets.Bounds) -> None:
+    sockets.HANDSHAKE_MS = HANDSHAKE_MS
+    listener = await Listener.open(keys, up, bounds=bounds)
+    print(listener.endpoint, flush=True)
+    while True:
+        incoming = await listener.receive()
+        await listener.send(incoming.peer, answer, incoming.ask)
+
+
+async def _weights(keys: RunKeys, kind: str) -> None:
+    ucx.SILENT_FOR = HANDSHAKE_MS / 1000
+    store, flat = WeightStore(), content(SIZE)
+    store.offer(described(VERSION, flat, keys.secret, SIZE), flat)
+    pipe = open_pipe(kind, keys.secret, trusted_network=True)
+    try:
+        print(await pipe.serve(store, "127.0.0.1"), flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await pipe.close()
+
+
+async def _snapshots(keys: RunKeys) -> None:
+    with keeper(keys) as kept:
+        print(kept.address, flush=True)
+        await asyncio.Event().wait()
+
+
+async def main() -> None:
+    kind, keys = sys.argv[1], RunKeys.load(Path(sys.argv[2]))
+    if kind == "manager":
+        serving = _control(keys, Up, Admitted("answered", True), sockets.TO_MANAGER)
+    elif kind == "store":
+        serving = _control(keys, Request, NotYet(), sockets.TO_STORE)
+    elif kind == "snapshots":
+        serving = _snapshots(keys)
+    else:
+        serving = _weights(keys, kind)
+    task = asyncio.create_task(serving)
+    await asyncio.to_thread(sys.stdin.read)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

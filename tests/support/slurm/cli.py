@@ -1,0 +1,115 @@
+"""``python -m rrl.tests.support.slurm.lab``: install, start, stop, status, env, root, and harm to a running lab."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rrl.tests.support.plain_user import plain_user
+from rrl.tests.support.slurm import accounting as slurm_accounting
+from rrl.tests.support.slurm import harm
+from rrl.tests.support.slurm import root as slurm_root
+from rrl.tests.support.slurm.lab import SlurmLab, missing
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
+"""iproute2: for nodes with a network of their own"""
+_HARMS = ("crash", "up", "cut", "heal", "delay", "outage")
+
+
+def install(accounting: bool = False) -> str:
+    """Install Debian's packages where something is missing (root only), and make the labs' plain user: two labs that
+    start at once would both make it. Raises RuntimeError with what to do instead."""
+    told = _install_packages(accounting)
+    plain_user()
+    return told
+
+
+def _install_packages(accounting: bool) -> str:
+    packages = PACKAGES + (slurm_accounting.PACKAGES if accounting else ())
+    absent = missing(accounting=accounting) + ([] if shutil.which("ip") else ["ip"])
+    if not absent:
+        return "Slurm and what its tests need are installed"
+    wanted = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise RuntimeError(f"not installed: {', '.join(absent)}; ask root to run: {' '.join(wanted)}")
+    env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    if subprocess.run(wanted, env=env, capture_output=True).returncode:  # the package lists may be old or absent
+        subprocess.run(["apt-get", "update"], env=env, check=True, capture_output=True)
+        subprocess.run(wanted, env=env, check=True)
+    if absent := missing(accounting=accounting):
+        raise RuntimeError(f"installed {' '.join(packages)}, and yet these are not there: {', '.join(absent)}")
+    return "installed " + " ".join(packages)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m rrl.tests.support.slurm.lab", description="A real Slurm on this machine."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("install", help="install Debian's packages (root)")
+    command.add_argument("--accounting", action="store_true", help="with slurmdbd and the database's server")
+    command = commands.add_parser("root", help="fetch the programs of another version; prints their folder")
+    command.add_argument("version", choices=slurm_root.SUITES)
+    for name, text in (("start", "start a cluster that stays"), ("stop", "kill it and remove its folder"),
+                       ("status", "states of its nodes, and its jobs"), ("env", "shell lines to use it"),
+                       ("crash", "kill everything of a node"), ("up", "start a crashed node"),
+                       ("cut", "take a node's link down"), ("heal", "take it up, undelayed"),
+                       ("delay", "delay a node's packets"), ("outage", "stop slurmctld for a while")):  # fmt: skip
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--dir", type=Path, required=True, help="its folder; short, since sockets lie in it")
+        if name in _HARMS and name != "outage":
+            command.add_argument("node")
+        if name == "delay":
+            command.add_argument("ms", type=float)
+        if name in _HARMS:
+            command.add_argument("--seconds", type=float, required=name == "outage", help="undone after so long")
+        if name == "start":
+            command.add_argument("--nodes", type=int, default=5)
+            command.add_argument("--cpus", type=int, default=8, help="that each node claims to have")
+            command.add_argument("--memory", type=int, default=8000, help="MiB that each node claims to have")
+            command.add_argument("--gpus", type=int, default=0, help="false GPUs of each node")
+            command.add_argument("--isolated", action="store_true", help="a network for each node (root)")
+            command.add_argument("--accounting", action="store_true", help="slurmdbd; limits are enforced")
+            command.add_argument("--slurm", metavar="VERSION", choices=slurm_root.SUITES, help="not the installed one")
+    try:
+        print(_perform(parser.parse_args(argv)))
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _perform(asked: argparse.Namespace) -> str:
+    if asked.command == "install":
+        return install(asked.accounting)
+    if asked.command == "root":
+        return str(slurm_root.ensure(asked.version))
+    if asked.command == "start":
+        lab = SlurmLab.start(
+            asked.dir, nodes=asked.nodes, cpus=asked.cpus, memory=asked.memory, gpus=asked.gpus, stays=True,
+            isolated=asked.isolated, accounting=asked.accounting,
+            root=slurm_root.ensure(asked.slurm) if asked.slurm else None,
+        )  # fmt: skip
+        return f"{len(lab.nodes)} nodes idle; jobs are submitted as {lab.user}"
+    lab = SlurmLab.load(asked.dir)
+    if asked.command == "stop":
+        lab.stop()
+        return "stopped"
+    if asked.command == "env":
+        of_user = {name: lab.user_env()[name] for name in ("SLURM_CONF", "RRL_NETWORK", harm.ENV)}
+        if lab.root:
+            of_user["PATH"] = f"{slurm_root.programs_of(lab.root)}:$PATH"
+        return "\n".join(f"export {name}={value}" for name, value in of_user.items())
+    if asked.command in _HARMS:
+        told = harm.ask(
+            harm.socket_of(lab.dir), do=asked.command, node=getattr(asked, "node", None),
+            ms=getattr(asked, "ms", None), seconds=asked.seconds,
+        )  # fmt: skip
+        if not told.ok:
+            raise RuntimeError(told.detail)
+    return "\n".join([*(f"{node} {state}" for node, state in lab.states().items()), *lab.jobs()])

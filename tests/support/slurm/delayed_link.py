@@ -1,0 +1,58 @@
+"""Forwards frames between two network devices, each so many milliseconds late, until it is killed (root only).
+
+    python -m rrl.tests.support.slurm.delayed_link DEVICE DEVICE MILLISECONDS
+
+What ``tc qdisc ... netem delay`` does, on kernels that are built without netem.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+_ETH_P_ALL = 3
+_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
+"""packet(7), linux/if_packet.h. The virtio header carries unfinished checksums and large segments over as they are."""
+_FRAME = 128 * 1024
+
+
+def forward(names: Sequence[str], late: float) -> None:
+    """``late``: s, in both directions."""
+    ends = [_opened(name) for name in names]
+    waiting: dict[socket.socket, deque[tuple[float, bytes]]] = {end: deque() for end in ends}
+    """by the device that they go to, with the moment when they are due"""
+    other = dict(zip(ends, reversed(ends), strict=True))
+    while True:
+        due = min((queue[0][0] for queue in waiting.values() if queue), default=None)
+        timeout = None if due is None else max(0.0, due - time.monotonic())
+        for end in select.select(ends, [], [], timeout)[0]:
+            try:
+                waiting[other[end]].append((time.monotonic() + late, end.recv(_FRAME)))
+            except OSError:  # said once when the link goes down
+                continue
+        for end, queue in waiting.items():
+            while queue and queue[0][0] <= time.monotonic():
+                frame = queue.popleft()[1]
+                try:
+                    end.send(frame)
+                except OSError:  # the link is down: lost, as on a wire
+                    continue
+
+
+def _opened(name: str) -> socket.socket:
+    end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    for option in (_PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING):
+        end.setsockopt(_SOL_PACKET, option, 1)
+    end.bind((name, _ETH_P_ALL))
+    return end
+
+
+if __name__ == "__main__":
+    first, second, milliseconds = sys.argv[1:]
+    os.nice(-5)  # a late forwarder would add delay of its own
+    forward((first, second), float(milliseconds) / 1000)

@@ -1,0 +1,58 @@
+"""Slurm commands that are slow, fail, answer late, or lie: a folder of wrappers in front of the real ones on PATH.
+
+A run that is submitted with :attr:`FakeSlurm.shell` uses them, its manager's job included; what they do wrong changes
+while it goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+from collections.abc import Iterator
+from pathlib import Path
+
+from rrl.tests.support.slurm.lab import SlurmLab
+
+COMMANDS = ("sbatch", "salloc", "srun", "scancel", "scontrol", "squeue")
+_WRAPPER = Path(__file__).with_name("fake_slurm_commands") / "wrapper"
+
+
+class FakeSlurm:
+    """One set of commands for one run on ``lab``."""
+
+    def __init__(self, lab: SlurmLab, name: str) -> None:
+        account = pwd.getpwnam(lab.user)
+        self._orders = lab.dir / f"fake-{name}"
+        commands = lab.dir / f"fake-{name}-commands"
+        for folder in (self._orders, commands):
+            folder.mkdir(mode=0o755)
+        os.chown(self._orders, account.pw_uid, account.pw_gid)
+        for command in COMMANDS:
+            (commands / command).write_bytes(_WRAPPER.read_bytes())
+            (commands / command).chmod(0o755)
+        self.shell = {"PATH": f"{commands}:{lab.environment()['PATH']}", "RRL_FAKE_SLURM": str(self._orders)}
+        """variables of whoever submits"""
+
+    @contextlib.contextmanager
+    def doing(self, order: str, *commands: str) -> Iterator[None]:
+        """Inside, these commands do as the wrapper is told: ``delay 30``, ``fail TEXT``, ``omit WORD`` ..."""
+        files = [self._orders / command for command in commands]
+        for file in files:
+            fresh = file.with_name(f".{file.name}")
+            fresh.write_text(f"{order}\n")
+            fresh.chmod(0o644)
+            fresh.rename(file)
+        try:
+            yield
+        finally:
+            for file in files:
+                file.unlink()
+
+    def calls(self, command: str) -> list[float]:
+        """When it was called (s since 1970)."""
+        try:
+            lines = (self._orders / "calls").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [float(line.split()[0]) for line in lines if line.split()[1] == command]

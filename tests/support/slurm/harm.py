@@ -1,0 +1,147 @@
+"""Harm on request: lets the lab's plain user ask for what only the lab may do to its nodes and its controller.
+
+A Unix socket in the lab's folder (its path is in the user's environment as RRL_LAB_HARM) that only the lab's user may
+open; one JSON object a line, one answer each:
+
+    {"do": "crash", "node": "n3"}                  -> {"ok": true, "detail": "crash n3"}
+    {"do": "cut", "node": "n3", "seconds": 5}      undone after 5 s (crash by up, cut and delay by heal)
+    {"do": "delay", "node": "n3", "ms": 200}
+    {"do": "outage", "seconds": 5}                 slurmctld is gone for so long
+
+It serves requests one by one, in a process that lives and dies with the lab, and knows no target but that lab's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rrl.tests.support.slurm.lab import SlurmLab
+
+ENV = "RRL_LAB_HARM"
+_LONGEST = 3600.0
+"""s; no harm lasts longer"""
+_LATEST = 60_000.0
+"""ms"""
+_LINE = 4096
+_PATIENCE = 10.0
+"""s that a client may take to say a line"""
+_UNDONE_BY = {"crash": "up", "cut": "heal", "delay": "heal"}
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    do: Literal["crash", "up", "cut", "heal", "delay", "outage"]
+    node: str | None = None
+    seconds: float | None = None
+    ms: float | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    ok: bool
+    detail: str
+
+
+def socket_of(lab: Path) -> Path:
+    return lab / "harm"
+
+
+def serve(lab: SlurmLab) -> None:
+    """Start the service. Its socket is open when this returns; it ends with the lab's other processes."""
+    account = pwd.getpwnam(lab.user)
+    with socket.socket(socket.AF_UNIX) as listening:
+        old = os.umask(0o177)
+        try:
+            listening.bind(str(socket_of(lab.dir)))
+        finally:
+            os.umask(old)
+        os.chown(socket_of(lab.dir), account.pw_uid, account.pw_gid)
+        listening.listen()
+        service = (sys.executable, "-m", "rrl.tests.support.slurm.harm", str(lab.dir))
+        lab.background(*service, log="harm.log", stdin=listening.fileno())
+
+
+def ask(path: str | Path, **request: object) -> Answer:
+    """Ask for harm and wait until it is done. Raises OSError when nobody serves."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.sendall(json.dumps(request).encode() + b"\n")
+        with client.makefile("rb") as answers:
+            return msgspec.json.decode(answers.readline(), type=Answer)
+
+
+def perform(lab: SlurmLab, request: Request) -> str:
+    """Do it, and have it undone later if ``seconds`` are given. Raises RuntimeError with why not."""
+    if request.seconds is not None and not 0 < request.seconds <= _LONGEST:
+        raise RuntimeError(f"seconds must be above 0 and at most {_LONGEST:.0f}")
+    if request.do == "outage":
+        if request.node is not None or request.ms is not None:
+            raise RuntimeError("an outage is slurmctld's: it has no node and no ms")
+        if request.seconds is None:
+            raise RuntimeError("an outage needs its seconds: nobody but the lab could end it")
+        with lab.controller_down():
+            time.sleep(request.seconds)
+        return f"outage of {request.seconds:g} s"
+    if request.node not in lab.nodes:
+        raise RuntimeError(f"no node {request.node} in this lab: {', '.join(lab.nodes)}")
+    if (request.ms is not None) != (request.do == "delay"):
+        raise RuntimeError("ms is what a delay has, and nothing else")
+    if request.do == "delay":
+        assert request.ms is not None
+        if not 0 <= request.ms <= _LATEST:
+            raise RuntimeError(f"ms must be from 0 to {_LATEST:.0f}")
+        lab.delay(request.node, request.ms)
+    else:
+        {"crash": lab.crash, "up": lab.up, "cut": lab.cut, "heal": lab.heal}[request.do](request.node)
+    return f"{request.do} {request.node}"
+
+
+def main(path: Path) -> None:
+    """Serve standard input, a listening socket, until the lab's folder is gone."""
+    from rrl.tests.support.slurm.lab import SlurmLab
+
+    lab, alone = SlurmLab.load(path), threading.Lock()
+    with socket.socket(fileno=0) as listening:
+        while True:
+            client, _ = listening.accept()
+            threading.Thread(target=_converse, args=(lab, alone, client), daemon=True).start()
+
+
+def _converse(lab: SlurmLab, alone: threading.Lock, client: socket.socket) -> None:
+    client.settimeout(_PATIENCE)
+    with client, client.makefile("rwb") as lines, contextlib.suppress(OSError):  # it may leave at any time
+        while line := lines.readline(_LINE):
+            answer = _answer(lab, alone, line)
+            lines.write(msgspec.json.encode(answer) + b"\n")
+            lines.flush()
+
+
+def _answer(lab: SlurmLab, alone: threading.Lock, line: bytes) -> Answer:
+    try:
+        request = msgspec.json.decode(line, type=Request)
+        with alone:
+            detail = perform(lab, request)
+    except (msgspec.DecodeError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        return Answer(False, str(error))
+    if request.seconds is not None and request.do in _UNDONE_BY:
+        undo = msgspec.structs.replace(request, do=_UNDONE_BY[request.do], seconds=None, ms=None)
+        timer = threading.Timer(request.seconds, lambda: _answer(lab, alone, msgspec.json.encode(undo)))
+        timer.daemon = True
+        timer.start()
+        detail += f" for {request.seconds:g} s"
+    return Answer(True, detail)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,387 @@
+"""A real Slurm cluster of several nodes on this machine, for tests, demonstrations and benchmarks.
+
+Every node is a real slurmd (``slurmd -N nX``, a port each) beside an own slurmctld and munged; all of it lies in one
+folder and ends with it. Started by root, the daemons are root's and jobs are submitted by a plain user without any
+operator right (:attr:`SlurmLab.user`); started by anybody else, everything runs as that user.
+
+Where root starts it, each node may have a network of its own that can be cut and delayed (``isolated``); with
+``accounting`` there are slurmdbd and limits; ``root`` is another version of Slurm.
+
+    python -m rrl.tests.support.slurm.lab install
+    python -m rrl.tests.support.slurm.lab start --dir /tmp/lab --nodes 5
+    python -m rrl.tests.support.slurm.lab crash n3 --dir /tmp/lab
+    python -m rrl.tests.support.slurm.lab stop --dir /tmp/lab
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from rrl.tests.support.plain_user import call_as, plain_user, popen_as
+from rrl.tests.support.slurm import accounting as accounting_of
+from rrl.tests.support.slurm import files, harm, netns, processes
+from rrl.tests.support.slurm.files import Settings, search_path
+from rrl.tests.support.slurm.processes import MARK, Process
+from rrl.tests.support.slurm.root import programs_of
+from rrl.tests.support.supervisor import end_lab_with_caller
+from rrl.transport.address import NETWORK_ENV
+
+ROOT_ENV = "RRL_SLURM_ROOT"
+"""The root of the version that labs run when nobody names one; unset: the installed one."""
+_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
+_PREFIX = "rrl-lab-"
+_PORTS = range(20_000, 32_000)
+"""below Linux's ephemeral range, so that no outgoing connection takes one of them"""
+_DEADLINE_S = 120.0
+"""generous: a machine that others use, too, needs many times what Slurm takes"""
+
+
+def missing(root: str | None = None, accounting: bool = False) -> list[str]:
+    """Programs that a lab needs and that are neither installed nor in ``root`` (default: ``$RRL_SLURM_ROOT``)."""
+    path = search_path(root or os.environ.get(ROOT_ENV))
+    absent = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
+    return absent + (accounting_of.missing(path) if accounting else [])
+
+
+class SlurmLab:
+    """A running cluster; a context manager that stops it.
+
+    ``cpus``, ``memory`` (MiB) and ``gpus`` are what each node claims to have, whatever this machine has.
+    """
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self.dir = path
+        self.settings = settings
+        self.user = settings.user
+        self.network = settings.network
+        self.root = Path(settings.root) if settings.root else None
+        self.conf = path / "slurm.conf"
+        self.home = path / "home"
+        """the plain user's home; everything that a run writes belongs under it"""
+        self.nodes = settings.names
+
+    @classmethod
+    def start(
+        cls, path: Path | None = None, *, nodes: int = 5, cpus: int = 8, memory: int = 8000, gpus: int = 0,
+        inactive_limit: int = 0, isolated: bool = False, accounting: bool = False, preempting: int = 0,
+        root: Path | None = None, stays: bool = False,
+    ) -> SlurmLab:  # fmt: skip
+        """Start a lab and wait until every node is idle; what a crashed lab left in ``path`` is ended first.
+
+        Without ``path`` a short temporary folder is made. ``isolated``: each node has a network of its own (root only).
+        ``accounting``: slurmdbd runs, and associations, limits and QOS are enforced. ``preempting``: there are
+        partitions whose jobs are preempted, with so many s of grace. ``root``: another version of Slurm
+        than the installed one (default: ``$RRL_SLURM_ROOT``). ``stays``: the lab outlives the calling process.
+        Raises RuntimeError with the reason when something is missing or does not come up.
+        """
+        version = str(root) if root else os.environ.get(ROOT_ENV) or None
+        if absent := missing(version, accounting):
+            how = "python -m rrl.tests.support.slurm.lab install" + (" --accounting" if accounting else "")
+            raise RuntimeError(f"not installed: {', '.join(absent)}; run: {how}")
+        if isolated and not netns.possible():
+            raise RuntimeError("nodes with a network of their own need root, iproute2 and network namespaces")
+        _sweep_abandoned()
+        if path is not None and (path / "lab.json").exists():
+            cls.load(path).stop()
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")) if path is None else path.absolute()
+        path.mkdir(exist_ok=True)
+        keeper = None if stays else (os.getpid(), _start_time(os.getpid()))
+        port = _free_ports(nodes + 2)  # slurmctld, a slurmd each, slurmdbd
+        network = netns.free_network(f"rl{port}") if isolated else None
+        settings = Settings(
+            nodes=nodes, cpus=cpus, memory=memory, gpus=gpus, port=port, user=plain_user(), keeper=keeper, root=version,
+            inactive_limit=inactive_limit, network=network, accounting=accounting, preempting=preempting,
+        )  # fmt: skip
+        lab = cls(path, settings)
+        try:
+            files.write(path, settings)
+            if keeper is not None:
+                end_lab_with_caller(path)
+            lab._start_daemons()
+        except BaseException:
+            lab.stop()
+            raise
+        return lab
+
+    @classmethod
+    def load(cls, path: Path) -> SlurmLab:
+        """A lab that another process started. Raises FileNotFoundError when there is none."""
+        return cls(path.absolute(), msgspec.json.decode((path / "lab.json").read_bytes(), type=Settings))
+
+    def __enter__(self) -> SlurmLab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ── coming up ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _start_daemons(self) -> None:
+        munge = self.dir / "munge"
+        self.daemon(
+            "munged", f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log", f"--seed-file={munge}/seed",
+        )  # fmt: skip
+        harm.serve(self)
+        if self.network:
+            netns.make(self.network, self.nodes)
+        if self.settings.accounting:
+            accounting_of.start(self)
+        self.daemon("slurmctld", "-c")
+        for node in self.nodes:
+            self.up(node)
+        self.wait_states(dict.fromkeys(self.nodes, "idle"))
+
+    def daemon(self, *argv: str, env: Mapping[str, str] | None = None) -> None:
+        """Run a command that leaves a daemon behind. Raises RuntimeError with what it said."""
+        done = subprocess.run(
+            argv, env=self.environment() | dict(env or {}), cwd=self.dir, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=_DEADLINE_S,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(argv)} failed ({done.returncode}): {done.stderr.strip()}")
+
+    def background(self, *argv: str, log: str, stdin: int = subprocess.DEVNULL) -> None:
+        """Run a program that does not detach itself, beside the daemons; ``log``: file name in the lab's log folder."""
+        with (self.dir / "log" / log).open("ab") as said:
+            subprocess.run(["setsid", "--fork", *argv], env=self.environment(), cwd=self.dir, check=True, stdin=stdin,
+                           stdout=said, stderr=said)  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        """Of everything that belongs to this lab."""
+        path = search_path(self.settings.root)
+        own = {"PATH": path, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(self.conf), MARK: str(self.dir)}
+        return own | ({ROOT_ENV: self.settings.root} if self.settings.root else {})
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of this lab's Slurm, such as (24, 11)."""
+        return files.version(self.settings)
+
+    # ── asking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def slurm(self, *argv: str) -> str:
+        """A Slurm command with the daemons' rights; its standard output. Raises CalledProcessError."""
+        return subprocess.run(
+            argv, env=self.environment(), cwd=self.dir, check=True, capture_output=True, text=True, timeout=_DEADLINE_S
+        ).stdout  # fmt: skip
+
+    def states(self) -> dict[str, str]:
+        """Slurm's short state of each node, flags included (``idle``, ``mix``, ``down*``)."""
+        lines = self.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t").splitlines()
+        return dict(line.split() for line in lines)
+
+    def wait_states(self, wanted: Mapping[str, str], within: float = _DEADLINE_S) -> None:
+        """Wait until Slurm shows each node in its wanted state. Raises RuntimeError with what it shows instead."""
+        deadline = time.monotonic() + within
+        seen: dict[str, str] | str = {}
+        while time.monotonic() < deadline:
+            try:
+                seen = states = self.states()
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                seen = str(error)
+            else:
+                if all(states.get(node) == state for node, state in wanted.items()):
+                    return
+            time.sleep(0.05)
+        raise RuntimeError(f"nodes did not become {dict(wanted)} within {within:.0f} s: {seen}; see {self.dir}/log")
+
+    def wait_job(self, job: str, wanted: str) -> None:
+        """Wait until Slurm shows a job's state and reason so (``PENDING Resources``). Raises RuntimeError."""
+        argv = ("squeue", "-h", "-j", job, "-o", "%T %r")
+        self.wait_for(lambda: self.slurm(*argv).strip() == wanted, f"job {job} is not {wanted}")
+
+    def wait_for(self, what: Callable[[], bool], told: str) -> None:
+        """Wait until it holds. Raises RuntimeError with ``told``."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not what():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{told} within {_DEADLINE_S:.0f} s; see {self.dir}/log")
+            time.sleep(0.05)
+
+    def processes(self) -> dict[int, Process]:
+        """Every process of this cluster: daemons, jobs, and commands that talk to it."""
+        return processes.of_lab(self.dir)
+
+    def jobs(self) -> list[str]:
+        """``<id> <name> <state>`` of every job that is pending, running or completing."""
+        return self.slurm("squeue", "-h", "-o", "%i %j %T").splitlines()
+
+    def clear(self, within: float = _DEADLINE_S) -> None:
+        """Cancel every job, start what crashed, wait until every node is idle: a test leaves nothing to the next."""
+        if ids := [job.split()[0] for job in self.jobs()]:
+            self.slurm("scancel", *ids)
+        for node in self.nodes:
+            if not processes.of_node(self.dir, node):
+                self.up(node)
+        self.wait_states(dict.fromkeys(self.nodes, "idle"), within)
+
+    # ── harm ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def crash(self, node: str) -> None:
+        """The node is gone at once: slurmd, slurmstepds and all their tasks are killed."""
+        processes.kill_all(lambda: processes.of_node(self.dir, node))
+
+    def up(self, node: str) -> None:
+        """Start the slurmd of a node that crashed; returns at once."""
+        stepd = ("-d", str(programs_of(self.root) / "slurmstepd")) if self.root else ()
+        argv = ("slurmd", *stepd, "-N", node)
+        self.daemon(*(netns.inside(self.network, node, argv) if self.network else argv))
+
+    def cut(self, node: str) -> None:
+        """The node's link is down: it lives, and nobody hears it nor is heard by it. Only where nodes are isolated."""
+        netns.cut(self._isolated(), node)
+
+    def heal(self, node: str) -> None:
+        """The node's link is up, and no delay is left on it."""
+        self.delay(node, 0)
+        netns.heal(self._isolated(), node)
+
+    def delay(self, node: str, milliseconds: float) -> None:
+        """Every packet to and from the node comes so much later; 0: as before. Only where nodes are isolated."""
+        network = self._isolated()
+        if processes.delaying(self.dir, network.link(node)):
+            processes.kill_all(lambda: processes.delaying(self.dir, network.link(node)))
+            netns.undivert(network, node)
+        if milliseconds > 0:
+            ends = netns.divert(network, node)
+            self.background(sys.executable, "-m", processes.DELAYER, *ends, str(milliseconds), log="delays.log")
+
+    def _isolated(self) -> netns.Network:
+        if self.network is None:
+            raise RuntimeError("the nodes of this lab have no network of their own")
+        return self.network
+
+    def kill_stepd(self, step: str) -> list[int]:
+        """SIGKILL the slurmstepds of ``<job>.<step>`` and nothing else; the pids that were hit."""
+        pids = processes.stepd(self.dir, step)
+        processes.send(pids, signal.SIGKILL)
+        return pids
+
+    def controller(self) -> int:
+        """The pid of slurmctld."""
+        return int((self.dir / "run/slurmctld.pid").read_text())
+
+    @contextlib.contextmanager
+    def deaf_controller(self) -> Iterator[None]:
+        """slurmctld takes connections and answers none (SIGSTOP)."""
+        pid = self.controller()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def controller_down(self) -> Iterator[None]:
+        """slurmctld has ended, and starts again with what it had saved: jobs and steps go on meanwhile."""
+        pid = self.controller()
+        os.kill(pid, signal.SIGTERM)
+        self.wait_for(lambda: pid not in processes.living(), f"slurmctld ({pid}) did not end")
+        try:
+            yield
+        finally:
+            self.daemon("slurmctld")
+            self.wait_for(self._answers, "slurmctld does not answer")
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.states())
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            return False
+
+    def stop(self) -> None:
+        """Kill everything of this cluster and remove its folder. Raises TimeoutError if something cannot be killed."""
+        processes.kill_all(self.processes)
+        if self.network:
+            netns.remove(self.network)
+        shutil.rmtree(self.dir)
+
+    # ── the plain user ──────────────────────────────────────────────────────────────────────────────────────────────
+    def user_env(self) -> dict[str, str]:
+        """The environment of the plain user's login shell, so to say."""
+        account = {"HOME": str(self.home), "USER": self.user, "LOGNAME": self.user}
+        network = self.network.cidr if self.network else "127.0.0.0/8"  # every node is this machine
+        return self.environment() | account | {NETWORK_ENV: network, harm.ENV: str(harm.socket_of(self.dir))}
+
+    def run_as_user(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,
+        timeout: float = 120.0, check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run a command as the plain user, in its home, with ``env`` on top of its own environment."""
+        process = self.popen_as_user(argv, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        done = subprocess.CompletedProcess(list(argv), process.returncode, out, err)
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(argv)} ended with {done.returncode}\n{out}\n{err}")
+        return done
+
+    def popen_as_user(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None,
+        stdin: int | IO[Any] | None = subprocess.DEVNULL, stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> subprocess.Popen[str]:  # fmt: skip
+        """As :meth:`run_as_user`, without waiting; in a session of its own."""
+        return popen_as(
+            self.user, argv, self.user_env() | dict(env or {}), cwd or self.home, stdin, stdout, stderr
+        )  # fmt: skip
+
+    def call_as_user(self, function: Callable[[], None], within: float = 120.0) -> None:
+        """Run ``function`` as the plain user in a forked child. Raises AssertionError with the child's traceback."""
+        call_as(self.user, function, self.user_env(), self.home, within)
+
+
+def _free_ports(count: int) -> int:
+    """The first of ``count`` neighbouring ports that nobody listens on. Random, so that labs started at once differ."""
+    for _ in range(200):
+        first = random.randrange(_PORTS.start, _PORTS.stop - count)
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    probe = held.enter_context(socket.socket())
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("", port))
+            except OSError:
+                continue
+            return first
+    raise RuntimeError(f"no {count} free neighbouring ports in {_PORTS}")
+
+
+def _start_time(pid: int) -> str:
+    """Field 22 of /proc/<pid>/stat: tells a process from another one that got its pid later. '' when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _sweep_abandoned() -> None:
+    """Stop the temporary labs of this user whose keeper was killed before it could."""
+    for path in Path("/tmp").glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            if path.stat().st_uid == os.geteuid() and not path.is_symlink():
+                lab = SlurmLab.load(path)
+                if (keeper := lab.settings.keeper) and _start_time(keeper[0]) != keeper[1]:
+                    lab.stop()
+
+
+if __name__ == "__main__":
+    from rrl.tests.support.slurm.cli import main
+
+    sys.exit(main())

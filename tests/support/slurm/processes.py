@@ -1,0 +1,195 @@
+"""Which processes on this machine belong to one laboratory cluster, and to which of its nodes.
+
+Nothing is looked for by a broad name: a process belongs to a lab because it carries the lab's mark in its environment
+(daemons, and what :meth:`rrl.tests.support.slurm.lab.SlurmLab.run_as_user` started), runs inside one of its jobs, is a Slurm
+command that talks to it, holds a socket in its spool folder (slurmstepd), or descends from one of these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from msgspec import Struct
+
+MARK = "RRL_LAB"
+"""Environment variable whose value is the lab's folder."""
+
+DELAYER = "rrl.tests.support.slurm.delayed_link"
+_COMMANDS = {"srun", "sbatch", "salloc", "scancel", "squeue", "sinfo", "scontrol", "sattach"}
+_GONE_BY = 10.0
+
+
+class Process(Struct, frozen=True):
+    pid: int
+    parent: int
+    comm: str
+    command: str
+    environ: dict[str, str]
+
+
+def living() -> dict[int, Process]:
+    """Every process that lives (zombies do not) and may be looked into."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (process := _read(int(entry))):
+            found[process.pid] = process
+    return found
+
+
+def _read(pid: int) -> Process | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        comm, _, rest = stat.partition("(")[2].rpartition(")")
+        state, parent = rest.split()[:2]
+        if state in "ZX":
+            return None
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except (OSError, ValueError):  # it ended meanwhile, or is not ours to look into
+        return None
+    return Process(pid, int(parent), comm, command, dict(p.split("=", 1) for p in pairs if "=" in p))
+
+
+def of_lab(lab: Path) -> dict[int, Process]:
+    """All processes of the lab, without the caller and the caller's ancestors."""
+    everybody = living()
+    conf = str(lab / "slurm.conf")
+    spool = {pid for pids in _step_sockets(lab, everybody).values() for pid in pids}
+
+    def belongs(process: Process) -> bool:
+        environ = process.environ
+        if environ.get(MARK) == str(lab) or environ.get("RRL_LAUNCH", "").startswith(f"{lab}/"):
+            return True
+        inside = "SLURM_JOB_ID" in environ or process.comm in _COMMANDS
+        return process.pid in spool or (environ.get("SLURM_CONF") == conf and inside)
+
+    return _without_caller(_families(everybody, belongs), everybody)
+
+
+def of_node(lab: Path, node: str) -> dict[int, Process]:
+    """The processes of one node: its slurmd, its slurmstepds and everything that they started."""
+    everybody = of_lab(lab)
+    sockets = _step_sockets(lab, everybody)
+    stepds = {pid for (name, _), pids in sockets.items() if name == node for pid in pids}
+
+    def belongs(process: Process) -> bool:
+        if process.comm == "slurmd":
+            return process.command.split()[-2:] == ["-N", node]
+        return process.pid in stepds or node in (process.environ.get("SLURMD_NODENAME"), _launched_on(process))
+
+    return _families(everybody, belongs)
+
+
+def _launched_on(process: Process) -> str | None:
+    """The node named by a role's launch file: a role's environment is its own and tells nothing of Slurm."""
+    try:
+        launch = json.loads(Path(process.environ["RRL_LAUNCH"]).read_bytes())
+    except (KeyError, OSError, ValueError):
+        return None
+    return str(launch.get("node"))
+
+
+def delaying(lab: Path, link: str) -> dict[int, Process]:
+    """The process that forwards a link's frames late, if there is one."""
+    return {pid: one for pid, one in of_lab(lab).items() if {DELAYER, link} <= set(one.command.split())}
+
+
+def stepd(lab: Path, step: str) -> list[int]:
+    """Pids of the slurmstepds of ``<job>.<step>``, on whichever nodes."""
+    return sorted(pid for (_, name), pids in _step_sockets(lab, living()).items() if name == step for pid in pids)
+
+
+def _step_sockets(lab: Path, everybody: dict[int, Process]) -> dict[tuple[str, str], set[int]]:
+    """(node, step) of each slurmstepd's socket ``spool/<node>/<node>_<job>.<step>``, and who holds it.
+
+    A slurmstepd writes its title over its environment, so its socket is the only thing that tells whose it is.
+    """
+    inodes: dict[str, dict[str, tuple[str, str]]] = {}
+    """by network namespace, where nodes have one of their own"""
+    holders: dict[tuple[str, str], set[int]] = {}
+    for process in everybody.values():
+        if process.comm == "slurmstepd":
+            space = _link(f"/proc/{process.pid}/ns/net")
+            if space not in inodes:
+                inodes[space] = _spool_sockets(lab, process.pid)
+            for inode in _open_files(process.pid):
+                if inode in inodes[space]:
+                    holders.setdefault(inodes[space][inode], set()).add(process.pid)
+    return holders
+
+
+def _spool_sockets(lab: Path, pid: int) -> dict[str, tuple[str, str]]:
+    """(node, step) of each socket in the lab's spool folder, by inode, in the network namespace of ``pid``."""
+    try:
+        lines = Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
+    except OSError:
+        return {}
+    found = {}
+    for fields in (line.split() for line in lines):
+        if len(fields) > 7 and fields[7].startswith(f"{lab}/spool/"):
+            path = Path(fields[7])
+            found[f"socket:[{fields[6]}]"] = (path.parent.name, path.name.removeprefix(f"{path.parent.name}_"))
+    return found
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _open_files(pid: int) -> list[str]:
+    try:
+        return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return []
+
+
+def _families(everybody: dict[int, Process], belongs: Callable[[Process], bool]) -> dict[int, Process]:
+    """Those who belong, and all their descendants."""
+    family: dict[int, bool] = {}
+
+    def member(pid: int) -> bool:
+        if pid not in family:
+            process = everybody.get(pid)
+            family[pid] = False  # a cycle cannot be, but a pid reused while we read could make one
+            family[pid] = process is not None and (belongs(process) or member(process.parent))
+        return family[pid]
+
+    return {pid: process for pid, process in everybody.items() if member(pid)}
+
+
+def _without_caller(family: dict[int, Process], everybody: dict[int, Process]) -> dict[int, Process]:
+    pid, ancestors = os.getpid(), set()
+    while pid in everybody and pid not in ancestors:
+        ancestors.add(pid)
+        pid = everybody[pid].parent
+    return {pid: process for pid, process in family.items() if pid not in ancestors}
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def kill_all(find: Callable[[], dict[int, Process]]) -> None:
+    """SIGKILL until ``find`` finds nobody; all are stopped first, so that none can tell of another's death.
+
+    Raises TimeoutError with those who are left.
+    """
+    deadline = time.monotonic() + _GONE_BY
+    while left := find():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"cannot be killed: {[process.command for process in left.values()]}")
+        send(left, signal.SIGSTOP)
+        send(left, signal.SIGKILL)
+        time.sleep(0.01)

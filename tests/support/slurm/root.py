@@ -1,0 +1,145 @@
+"""Slurm of other versions beside the installed one: programs of another Debian suite, unpacked into a folder.
+
+Nothing is installed and nobody needs to be root: apt resolves and fetches for a machine that has no packages at all,
+and the programs are told (by patchelf) to use the libc and the libraries of their folder. So they are plain programs
+of this machine, with its files, users and processes: no chroot and no wrapper that a signal to srun would meet.
+
+    python -m rrl.tests.support.slurm.lab root 24.11
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOTS_ENV = "RRL_SLURM_ROOTS"
+"""where the folders are kept; it must be readable by the user who submits"""
+SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
+"""Debian's suite of each version of Slurm that the tests run on."""
+PROGRAMS = (
+    "munged", "sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo",
+    "slurmctld", "slurmd", "slurmdbd", "slurmstepd", "sprio", "squeue", "srun", "sstat",
+)  # fmt: skip
+_PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurmdbd", "munge", "patchelf")
+_MIRROR = "http://deb.debian.org/debian"
+_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+_APT_CONF = """\
+Dir::Etc::sourcelist "{work}/sources.list";
+Dir::Etc::sourceparts "/dev/null/";
+Dir::Etc::preferences "/dev/null";
+Dir::Etc::preferencesparts "/dev/null/";
+Dir::State::lists "{work}/lists";
+Dir::State::status "{work}/status";
+Dir::State::extended_states "{work}/extended_states";
+Dir::Cache "{work}";
+Dir::Cache::archives "{work}/archives";
+Dir::Log "{work}";
+APT::Sandbox::User "";
+APT::Install-Recommends "false";
+Acquire::Languages "none";
+Acquire::Check-Valid-Until "false";
+"""
+"""Valid-Until: unstable suites are signed for a week, and a test machine's clock may be ahead."""
+
+
+def roots_folder() -> Path:
+    """``$RRL_SLURM_ROOTS``; else for root /var/cache (its home is closed to the user who submits), else ~/.cache."""
+    if given := os.environ.get(ROOTS_ENV):
+        return Path(given).absolute()
+    return Path("/var/cache" if os.geteuid() == 0 else Path.home() / ".cache") / "rrl-slurm-roots"
+
+
+def programs_of(root: Path) -> Path:
+    """The folder of the version's programs, to be first on PATH."""
+    return root / "programs"
+
+
+def ensure(version: str) -> Path:
+    """The root of a version, made if it is not there (about 5 s and 30 MB of download). Raises RuntimeError."""
+    if version not in SUITES:
+        raise RuntimeError(f"no Debian suite is known for Slurm {version}; there are {', '.join(SUITES)}")
+    root = roots_folder() / SUITES[version]
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(root.with_suffix(".lock")):
+        if not (root / "ready").exists():
+            if absent := [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]:
+                raise RuntimeError(f"Slurm {version} is unpacked from Debian's packages: no {', '.join(absent)} here")
+            shutil.rmtree(root, ignore_errors=True)
+            _make(SUITES[version], root)
+    if (told := version_of(root)) != version:
+        raise RuntimeError(f"Debian's {SUITES[version]} has Slurm {told} now, not {version}")
+    return root
+
+
+def version_of(root: Path | None) -> str:
+    """Major version (``24.11``) of the programs in ``root``, of the installed ones without."""
+    told = _said([str(programs_of(root) / "slurmctld") if root else "/usr/sbin/slurmctld", "-V"])
+    return ".".join(told.split()[-1].split(".")[:2])
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _make(suite: str, root: Path) -> None:
+    work = root / "work"
+    for folder in (work / "lists/partial", work / "archives/partial", programs_of(root)):
+        folder.mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):  # suites before trixie still ship files in the unmerged folders
+        (root / "usr" / name).mkdir(parents=True)
+        (root / name).symlink_to(f"usr/{name}")
+    (work / "status").touch()
+    (work / "sources.list").write_text(f"deb [signed-by={_KEYRING}] {_MIRROR} {suite} main\n")
+    (work / "apt.conf").write_text(_APT_CONF.format(work=work))
+    apt = {"APT_CONFIG": str(work / "apt.conf"), "PATH": os.environ["PATH"]}
+    _said(["apt-get", "update"], apt)
+    _said(["apt-get", "install", "--yes", "--download-only", *_PACKAGES], apt)
+    for package in sorted((work / "archives").glob("*.deb")):
+        _unpack(package, root)
+    _use_own_libraries(root)
+    for needless in (work, root / "usr/share"):
+        shutil.rmtree(needless)
+    (root / "ready").write_text(_said([str(programs_of(root) / "slurmctld"), "-V"]))
+
+
+def _unpack(package: Path, root: Path) -> None:
+    """As ``dpkg-deb -x``, which would put a folder in the place of the links of the merged /usr."""
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as archive:
+        done = subprocess.run(["tar", "-x", "--no-same-owner", "--keep-directory-symlink", "-C", root],
+                              stdin=archive.stdout)  # fmt: skip
+    if archive.returncode or done.returncode:
+        raise RuntimeError(f"{package.name} cannot be unpacked to {root}")
+
+
+def _use_own_libraries(root: Path) -> None:
+    """Bind the programs, and the libraries with a search path of their own, to this folder's libraries."""
+    libraries = next(root.glob("usr/lib/*-linux-gnu*"))
+    loader = next(libraries.glob("ld-linux-*.so.?"))
+    plugins = libraries / "slurm-wlm"
+    patchelf = [str(loader), "--library-path", str(libraries), str(root / "usr/bin/patchelf"),
+                "--force-rpath", "--set-rpath", f"{plugins}:{libraries}"]  # fmt: skip
+    _said([*patchelf, *map(str, plugins.glob("*.so"))])
+    for name in PROGRAMS:
+        found = [root / "usr" / folder / f"{name}{wlm}" for folder in ("bin", "sbin") for wlm in ("-wlm", "")]
+        program = next(path for path in found if path.exists())
+        _said([*patchelf, "--set-interpreter", str(loader), str(program)])
+        (programs_of(root) / name).symlink_to(program)
+    told = _said([str(loader), "--list", str(programs_of(root) / "slurmctld")])
+    if strange := [line.strip() for line in told.splitlines() if "=>" in line and str(root) not in line]:
+        raise RuntimeError(f"slurmctld of {root} takes libraries from elsewhere: {'; '.join(strange)}")
+
+
+def _said(argv: Sequence[str], env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        tail = "; ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+        raise RuntimeError(f"{' '.join(argv[:4])} ended with {done.returncode}: {tail}")
+    return done.stdout

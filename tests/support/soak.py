@@ -1,0 +1,353 @@
+"""``make soak``: hundreds of random faults on whole runs, and every invariant that journal and store can show.
+
+First light workers on the local cluster (real manager, steps, agents, store, reward, weight plane; no model), then the
+quickstart's real torch roles on a real Slurm of this machine. Runs go on until they have had their faults, and are then
+cancelled: one that ends before that has failed. A killed manager is followed by another one, as Slurm would do it.
+Prints what it finds, and one JSON object as its last line; all but ``faults`` must be 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rrl.core.processes import look
+from rrl.core.run_dir import RunDir
+from rrl.core.types import AGENT, SHADOW, Life, NodeName, Outcome, ReplicaId, Verdict, gang_of, role_of
+from rrl.manager.model import events as ev
+from rrl.manager.model.actions import Fence, Launch
+from rrl.manager.model.state import State
+from rrl.manager.storage.journal import replay
+from rrl.manager.storage.lease import holder
+from rrl.roles.trajectories.records import Audit
+from rrl.tests.support.runs import DEADLINE, TestRun, light_job, processes_of, submit_here, submit_on
+from rrl.tests.support.slurm.lab import SlurmLab
+from rrl.tests.support.supervisor import exit_on_sigterm
+
+LIGHT_FAULTS = 210
+LIGHT_RUNS = 3
+TORCH_FAULTS = 22
+TORCH_NODES = 5
+STEPS = 1_000_000
+"""never reached: a run is cancelled when it has had its faults"""
+SPELL = 240.0
+"""s without any fault performed, after which a run counts as stuck"""
+LIGHT = """
+first_pass = "2s"
+[recovery]
+window = "60s"
+per_replica = 30
+per_node = 10
+backoff = "100ms"
+exclusion = "20s"
+breaker = 0.5
+{phases}
+[faults]
+seed = {seed}
+[[faults.random]]
+kinds = ["kill", "exit", "exception", "kill_step"]
+every = "4s"
+amount = 3
+[[faults.random]]
+kinds = ["engine_dead"]
+target = "rollout"
+every = "30s"
+[[faults.random]]
+kinds = ["engine_dead"]
+target = "trainer"
+every = "60s"
+[[faults.random]]
+kinds = ["freeze", "slow"]
+every = "12s"
+seconds = "6s"
+amount = 0.3
+[[faults.random]]
+kinds = ["kill"]
+target = "{agent}"
+every = "30s"
+[[faults.random]]
+kinds = ["kill"]
+target = "manager"
+every = "40s"
+[[faults.random]]
+kinds = ["crash"]
+target = "rollout"
+every = "60s"
+seconds = "10s"
+"""
+TORCH = """
+[recovery]
+per_replica = 30
+per_node = 10
+backoff = "200ms"
+[faults]
+seed = 11
+[[faults.random]]
+kinds = ["kill", "exit", "kill_step"]
+every = "12s"
+amount = 3
+"""
+HANGS = "".join(f'[phases.{name}]\nshortest = "8s"\nlongest = "8s"\n' for name in ("generate", "train", "between",
+                "checkpoint", "publish", "score"))  # fmt: skip
+"""a hang is found in time; by default a phase may last for hours"""
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+
+
+class Tally(Struct):
+    """What was found, over all runs."""
+
+    faults: int = 0
+    """that were really performed"""
+    violations: int = 0
+    """of any invariant but the three that follow"""
+    lost: int = 0
+    """trajectories of which nobody knows what became"""
+    twice: int = 0
+    """groups in two committed steps"""
+    orphans: int = 0
+    """processes, files and Slurm jobs left behind"""
+
+    def violate(self, what: str) -> None:
+        self.violations += 1
+        print(f"VIOLATION {what}", flush=True)
+
+
+class Keeper:
+    """Follows a killed manager by another one, as Slurm's queue does with the successor that waits there."""
+
+    def __init__(self, run: TestRun) -> None:
+        self._run, self._over = run, threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        manager: subprocess.Popen[str] | None = None
+        while not self._over.wait(0.5):
+            held = holder(self._run.run)
+            dead = held is None or look(held.pid) is None
+            if dead and self._run.state().outcome is None and (manager is None or manager.poll() is not None):
+                quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+                manager = self._run.call("manage", self._run.run.id, **quiet)
+        if manager is not None:
+            manager.wait(timeout=60)
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(timeout=90)
+
+
+def performed(run: RunDir) -> list[ev.FaultInjected]:
+    """Once for each fault that was really done."""
+    told = [stamped.event for stamped in replay(run)]
+    return [event for event in told if isinstance(event, ev.FaultInjected) and event.ok and not event.ended]
+
+
+def suffer(run: TestRun, faults: int, tally: Tally, keeper: Keeper | None) -> None:
+    """Let the run have its faults, then end it, and judge what it leaves."""
+    done, since = 0, time.monotonic()
+    while done < faults and time.monotonic() < since + SPELL:
+        time.sleep(1.0)
+        now = len(performed(run.run))
+        if now > done:
+            done, since = now, time.monotonic()
+        if run.state().outcome is not None:
+            break
+    state = run.state()
+    told = f"{done} faults, {state.recoveries} recoveries, step {state.step}, epoch {state.epoch}"
+    print(f"{run.run.id}: {told}", flush=True)
+    tally.faults += done
+    if done < faults:
+        tally.violate(f"{run.run.id} came to a standstill or ended: {state.outcome} {state.why}")
+    _end(run, tally)
+    if keeper is not None:
+        keeper.close()
+    judge(run, tally)
+
+
+def _end(run: TestRun, tally: Tally) -> None:
+    if run.state().outcome is None:
+        before = run.state()
+        try:
+            run.wait(lambda state: state.step > before.step, 4 * DEADLINE)  # its faults go on until it ends
+        except AssertionError as error:
+            tally.violate(f"{run.run.id} does not come back to work: {str(error)[:2000]}")
+        # A fault may kill the manager at this very moment. The command then says that nobody is there and leaves its
+        # request behind, for the next manager.
+        run.call("cancel", run.run.id, stdout=subprocess.DEVNULL).wait(timeout=4 * DEADLINE)
+        try:
+            run.wait(lambda state: state.outcome is not None, 4 * DEADLINE)
+        except AssertionError as error:
+            tally.violate(f"{run.run.id} could not be cancelled: {str(error)[:2000]}")
+    if (outcome := run.state().outcome) is not Outcome.CANCELLED:
+        tally.violate(f"{run.run.id} ended as {outcome}: {run.state().why}")
+
+
+def judge(run: TestRun, tally: Tally) -> None:
+    """Every invariant of docs/architecture.md that can be seen afterwards."""
+    _trajectories(run.run, tally)
+    _records(run.run, tally)
+    until = time.monotonic() + 60
+    while (left := dict(processes_of(run.run))) and time.monotonic() < until:
+        time.sleep(0.2)
+    files = [path for at in ("/tmp", "/dev/shm", "/run") for path in Path(at).glob(f"*{run.run.id}*")]
+    for one in (*left.items(), *files):
+        tally.orphans += 1
+        print(f"ORPHAN {one}", flush=True)
+
+
+def _trajectories(run: RunDir, tally: Tally) -> None:
+    """Invariant 1."""
+    try:
+        audit = msgspec.json.decode((run.store / "audit.json").read_bytes(), type=Audit)
+    except OSError as error:
+        tally.violate(f"the store of {run.id} left no audit: {error}")
+        return
+    missing = audit.made - audit.trained - sum(audit.dropped.values()) - audit.open
+    groups = Counter(group for number, step in audit.steps.items() if number <= audit.committed for group in step)
+    twice = sum(count - 1 for count in groups.values())
+    tally.lost += abs(missing)
+    tally.twice += twice
+    if missing or twice:
+        print(f"TRAJECTORIES of {run.id}: {missing} missing, {twice} groups twice", flush=True)
+
+
+class _Reading:
+    """What the records have said so far."""
+
+    def __init__(self, run: RunDir, tally: Tally) -> None:
+        self.run, self.tally = run, tally
+        self.joined: dict[ReplicaId, int] = {}
+        self.intended: set[str] = set()
+        self.admitted: dict[str, tuple[NodeName, int]] = {}
+        self.failing: set[Life] = set()
+        self.bad_nodes: set[NodeName] = set()
+        self.committed = 0
+        self.epoch = 0
+
+    def read(self, stamped: ev.Stamped) -> None:
+        event, say = stamped.event, self.tally.violate
+        if stamped.epoch < self.epoch:
+            say(f"{self.run.id}: a record of epoch {stamped.epoch} after one of {self.epoch}")
+        self.epoch = stamped.epoch
+        match event:
+            case ev.Intended(action) | ev.Decided(action):
+                if not action.why.evidence:
+                    say(f"{self.run.id}: no evidence for {action}")  # invariant 6
+                if isinstance(action, Launch) and action.shadow is None:
+                    if action.tag in self.intended:
+                        say(f"{self.run.id}: {action.tag} is launched twice")  # invariant 3
+                    self.intended.add(action.tag)
+                if isinstance(action, Fence):
+                    self._fence(action)
+            case ev.Joined(life):  # invariant 2
+                if life.incarnation < self.joined.get(life.replica, 0):
+                    say(f"{self.run.id}: {life} joins after incarnation {self.joined[life.replica]}")
+                self.joined[life.replica] = life.incarnation
+            case ev.Admitted(_, step, node, pid):
+                if self.admitted.setdefault(step, (node, pid)) != (node, pid):
+                    say(f"{self.run.id}: two processes are admitted as {step}")
+            case ev.StepEnded(life):
+                self.failing.add(life)
+            case ev.FindingChanged(finding):
+                if finding.verdict is Verdict.FAIL and finding.life is not None:
+                    self.failing.add(finding.life)
+                elif finding.verdict is Verdict.FAIL and finding.node is not None:
+                    self.bad_nodes.add(finding.node)
+            case ev.StepCommitted(_, step):
+                if self.committed and step > self.committed + 2:  # one may be told by nobody: its trainer died over it
+                    say(f"{self.run.id}: step {step} is committed after {self.committed}")
+                self.committed = max(self.committed, step)
+            case ev.ManagerStarted():
+                self.committed = 0  # while there was none, steps were committed unheard
+            case _:
+                pass
+
+    def _fence(self, fence: Fence) -> None:
+        """Invariant 4: a failure is charged to who failed, or whose node did. What moves without one names its gang,
+        its node, or the person that asked."""
+        life = fence.life
+        if fence.charged and life not in self.failing and role_of(life.replica) not in (AGENT, SHADOW):
+            told = " ".join(fence.why.evidence)
+            if not any(node in told for node in self.bad_nodes) and "no longer part" not in told:
+                self.tally.violate(f"{self.run.id}: {life} is fenced though it had not failed: {told}")
+        if not fence.charged and gang_of(life.replica) == life.replica and role_of(life.replica) == "trajectories":
+            self.tally.violate(f"{self.run.id}: the store was moved: {fence.why.evidence}")
+
+
+def _records(run: RunDir, tally: Tally) -> None:
+    reading = _Reading(run, tally)
+    for stamped in replay(run):
+        reading.read(stamped)
+
+
+def light(faults: int, runs: int, tally: Tally) -> None:
+    for seed in range(runs):
+        with tempfile.TemporaryDirectory(prefix="rrl-soak-") as folder:
+            extra = LIGHT.format(phases=HANGS, seed=seed, agent=f"agent/local{seed + 1}")
+            toml = light_job("local", STEPS, rollouts=3, spares=2, extra=extra)
+            if seed % 2:
+                toml = toml.replace("[roles.trainer]\n", "[roles.trainer]\nranks = 2\n")
+            run = submit_here(Path(folder), toml)
+            _begin(run)
+            suffer(run, -(-faults // runs), tally, Keeper(run))
+
+
+def _begin(run: TestRun) -> None:
+    run.wait(_began)
+
+
+def _began(state: State) -> bool:
+    return state.step >= 1
+
+
+COMPLETING_TIMEOUT_S = 120.0
+"""in which Slurm ends the processes of a job that was given back; its KillWait is 2 s here, but the machine is busy"""
+
+
+def torch(faults: int, tally: Tally) -> None:
+    with SlurmLab.start(nodes=TORCH_NODES) as lab:
+        toml = QUICKSTART.read_text().partition("[[faults.planned]]")[0]
+        for old, new in (('kind = "local"', 'kind = "slurm"'), ("steps = 300", f"steps = {STEPS}")):
+            assert old in toml, f"the quickstart has no {old}"
+            toml = toml.replace(old, new)
+        run = submit_on(lab, "soak", toml + TORCH)
+        _begin(run)
+        suffer(run, faults, tally, None)
+        deadline = time.monotonic() + COMPLETING_TIMEOUT_S
+        while (jobs := lab.jobs()) and all(job.endswith("COMPLETING") for job in jobs) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if jobs:
+            tally.orphans += len(jobs)
+            print(f"ORPHANS in the queue: {jobs}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--light", type=int, default=LIGHT_FAULTS, help="faults on light workers")
+    parser.add_argument("--torch", type=int, default=TORCH_FAULTS, help="faults on torch roles under Slurm")
+    options = parser.parse_args()
+    exit_on_sigterm()
+    tally = Tally()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    if options.light:
+        light(options.light, LIGHT_RUNS, tally)
+    if options.torch:
+        torch(options.torch, tally)
+    told = msgspec.structs.asdict(tally)
+    print(json.dumps(told))
+    return 1 if any(value for name, value in told.items() if name != "faults") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""End Slurm labs and local runs together with the process that started them, however that process ends.
+
+Labs and runs detach from whoever starts them, as they do in production: a test or a benchmark that is killed cannot end
+them itself. So each process that starts any has one supervisor, a child in a session of its own. The process names to
+it, through a pipe, what it started; the supervisor waits for the end of the process (a pidfd: it also sees SIGKILL) and
+ends what is left.
+
+A benchmark or a pytest session that gets SIGTERM also unwinds (:func:`exit_on_sigterm`), which removes its temporary
+folders and network namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from rrl.core.launch import LAUNCH_ENV
+from rrl.tests.support.slurm.processes import Process, kill_all, living
+
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+"""what a shell reports of a process that ended by SIGTERM"""
+_LAB, _RUNS = "lab", "runs"
+_READ_BYTES = 65_536
+_supervisors: dict[int, subprocess.Popen[bytes]] = {}
+"""By the pid of the process that started it: a forked child inherits its parent's entry and needs an own supervisor."""
+
+
+def end_lab_with_caller(path: Path) -> None:
+    """Stop the lab in ``path`` when the calling process has ended, unless it or another process stopped it before."""
+    _register(_LAB, path)
+
+
+def end_runs_with_caller(runs: Path) -> None:
+    """Kill all processes of runs in the folder ``runs`` when the calling process has ended."""
+    _register(_RUNS, runs)
+
+
+def exit_on_sigterm(leave: Callable[[], NoReturn] = lambda: sys.exit(SIGTERM_EXIT_CODE)) -> None:
+    """Have SIGTERM call ``leave``, which raises, in the main thread, so that context managers clean up.
+
+    A forked child inherits the handler; it ends by the signal, for it must not unwind its parent's context managers.
+    """
+    owner = os.getpid()
+
+    def handle(number: int, _: object) -> None:
+        if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        leave()
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _register(kind: str, path: Path) -> None:
+    pid = os.getpid()
+    if pid not in _supervisors:
+        _supervisors.clear()
+        _supervisors[pid] = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(pid)], start_new_session=True, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    pipe = _supervisors[pid].stdin
+    assert pipe is not None
+    with contextlib.suppress(BrokenPipeError):  # somebody killed it: labs are then swept by the next lab's start
+        pipe.write(f"{kind} {path}\n".encode())
+
+
+def main(pid: int) -> None:
+    """Read from standard input what to end, and end it when the process ``pid`` has ended."""
+    lines = _lines_until_end(pid).decode().splitlines()
+    for kind, _, path in (line.partition(" ") for line in dict.fromkeys(lines)):
+        with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError, msgspec.DecodeError):
+            if kind == _LAB:
+                _stop_lab(Path(path), pid)
+            else:
+                kill_all(partial(_processes_in, path))
+
+
+def _lines_until_end(pid: int) -> bytes:
+    """Everything that the process wrote before it ended."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return b"".join(iter(lambda: os.read(0, _READ_BYTES), b""))
+    read, waiting = b"", [0, process]
+    while process in waiting:
+        ready, _, _ = select.select(waiting, [], [])
+        if 0 in ready:
+            chunk = os.read(0, _READ_BYTES)
+            read += chunk
+            if not chunk:
+                waiting.remove(0)
+        elif process in ready:  # only when nothing is left to read
+            waiting.remove(process)
+    return read
+
+
+def _stop_lab(path: Path, keeper: int) -> None:
+    from rrl.tests.support.slurm.lab import SlurmLab  # it imports this module
+
+    lab = SlurmLab.load(path)
+    if lab.settings.keeper is not None and lab.settings.keeper[0] == keeper:  # not a later lab in the same folder
+        lab.stop()
+
+
+def _processes_in(runs: str) -> dict[int, Process]:
+    """Processes of all runs in the folder: they carry a run's mark in their environment or name it as an argument."""
+
+    def belongs(process: Process) -> bool:
+        words = (process.environ.get(LAUNCH_ENV, ""), *process.command.split())
+        return any(word.startswith(f"{runs}/") for word in words)
+
+    return {pid: process for pid, process in living().items() if pid != os.getpid() and belongs(process)}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,135 @@
+"""A chain of receivers under test: a publisher that is fed chunk by chunk, receivers in this process or in one of their
+own, and stores that lie or keep silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
+
+from rrl.core.types import ReplicaId, Version
+from rrl.tests.support.transport.weights.piping import CHUNK, SECRET, SIZE, Spy, child, holder, piped
+from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.transport.messages import Holder
+from rrl.transport.weights.base import STARVED_BY
+from rrl.transport.weights.manifest import Manifest
+from rrl.transport.weights.pull import Pace, pull, sources
+from rrl.transport.weights.store import WeightStore
+
+LENGTH = 8
+LOOK = 0.002
+"""s between two looks at what is waited for"""
+
+T = TypeVar("T")
+
+
+async def until(look: Callable[[], bool]) -> None:
+    """The test's own deadline bounds it."""
+    while not look():
+        await asyncio.sleep(LOOK)
+
+
+class Publisher:
+    """Its version comes into being chunk by chunk, as :meth:`feed` says: who asks for more is told "not yet"."""
+
+    def __init__(self, version: Version = VERSION, seed: int = 0) -> None:
+        self.store = WeightStore()
+        self.flat = content(SIZE, seed)
+        self.manifest = described(version, self.flat, SECRET, CHUNK)
+        self._left = self.store.begin(self.manifest)
+
+    @contextmanager
+    def publishing(self) -> Generator[None]:
+        with self.store.awaiting(self.manifest.version):
+            yield
+
+    def feed(self, chunks: int | None = None) -> None:
+        """So many more chunks; by default all the rest."""
+        version = self.manifest.version
+        count = len(self._left) if chunks is None else chunks
+        feeding, self._left = self._left[:count], self._left[count:]
+        for index in feeding:
+            chunk = self.manifest.chunks[index]
+            self.store.span(version, index)[:] = self.flat[chunk.offset : chunk.offset + chunk.nbytes]
+            assert self.store.accept(version, index)
+        if not self._left:
+            self.store.commit(version)
+
+
+class Receiver:
+    """One of a chain: pulls from those before it, and serves."""
+
+    def __init__(self, name: str, spy: Spy, store: WeightStore) -> None:
+        self.name, self.spy, self.store = name, spy, store
+        self.holder = holder("", name, None)
+
+    def came(self, source: Holder) -> int:
+        """Chunks that this source gave it."""
+        return self.spy.came.get(source.serves, 0)
+
+    def verified(self, version: Version = VERSION) -> int:
+        arriving = self.store._arriving
+        if arriving is not None and arriving.manifest.version == version:
+            return len(arriving.manifest.chunks) - len(arriving.missing)
+        held = self.store.get(version)
+        return 0 if held is None else len(held.manifest.chunks)
+
+    async def pull(
+        self,
+        holders: Callable[[], list[Holder]],
+        *,
+        version: Version = VERSION,
+        pace: Pace | None = None,
+        starved_by: float = STARVED_BY,
+    ) -> Manifest:
+        def named() -> tuple[Holder, ...]:
+            return sources(ReplicaId(self.name), holders(), version, LENGTH)
+
+        return await pull(self.store, version, named, self.spy, pace=pace, starved_by=starved_by)
+
+
+@asynccontextmanager
+async def receiver(kind: str, index: int, store: WeightStore | None = None) -> AsyncGenerator[Receiver]:
+    async with piped(kind) as pipe:
+        one = Receiver(f"rollout/{index}", Spy(pipe), WeightStore() if store is None else store)
+        one.holder = holder(await pipe.serve(one.store, "127.0.0.1"), one.name, None)
+        yield one
+
+
+@asynccontextmanager
+async def receiver_apart(kind: str, index: int, source: Holder) -> AsyncGenerator[tuple[Holder, int]]:
+    """One in a process of its own, that pulls from ``source``; and its pid."""
+    async with child(kind, upstream=source.serves) as (at, pid):
+        yield holder(at, f"rollout/{index}", None), pid
+
+
+class Liar(WeightStore):
+    """Whatever it is asked for, from the byte ``after`` on it gives something else."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+
+    def read(self, version: Version, span: range, reader: object) -> memoryview:
+        true = super().read(version, span, reader)
+        return true if span.start < self._after else memoryview(bytes(255 - byte for byte in true))
+
+
+class Silent(WeightStore):
+    """From the byte ``after`` on it answers nothing, not even "not yet"."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._after = after
+        self._asked = 0
+
+    def read(self, version: Version, span: range, reader: object) -> memoryview:
+        self._asked = span.start
+        return super().read(version, span, reader)
+
+    async def within(self, by: float, look: Callable[[], T]) -> T:
+        found = await super().within(by, look)
+        if self._asked >= self._after:
+            await asyncio.Event().wait()
+        return found

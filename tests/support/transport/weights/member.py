@@ -1,0 +1,296 @@
+"""One process of the weight plane, told what to do by whoever holds the other end of its socket: for the torture test
+and for benchmarks/weights.py.
+
+It publishes, and follows the newest version by what a role has for that (:class:`rrl.roles.worker.connection.Link`),
+without a manager: the driver says who is there. ``python -m rrl.tests.support.transport.weights.member FD UCX`` is a nursery:
+it imports everything once, and forks a member for each socket that it is handed, so that a restart costs what it costs
+from the imports on. All of them die with whoever started the nursery, stopped or not.
+
+What a version contains follows from its number, so that whoever holds it can check every byte without having been told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from rrl.core.launch import Launch
+from rrl.core.run_dir import RunDir
+from rrl.core.types import NodeName, Version
+from rrl.roles.worker.connection import Link
+from rrl.tests.support.transport.weights.orders import (
+    LINE,
+    Check,
+    Checked,
+    Command,
+    Committed,
+    Dial,
+    Dialled,
+    Failed,
+    Forget,
+    Forgot,
+    Leave,
+    Measure,
+    Peers,
+    Publish,
+    Published,
+    Report,
+    Serving,
+    Start,
+    Usage,
+)
+from rrl.tests.support.transport.weights.source import content
+from rrl.transport import messages as msg
+from rrl.transport.keys import RunKeys
+from rrl.transport.weights.base import Pipe
+from rrl.transport.weights.manifest import Describing
+from rrl.transport.weights.pull import PullFailed
+from rrl.transport.weights.select import open_pipe
+from rrl.transport.weights.store import Held, WeightStore
+from rrl.transport.weights.ucx_settings import SETTINGS
+
+SEEDS = 199
+"""contents that differ from each other in every byte but a few"""
+_PERIOD = 251
+"""bytes after which content repeats (:func:`content`)"""
+_PIECE = 2**23
+"""bytes compared at once"""
+_PR_SET_PDEATHSIG = 1
+"""prctl(2)"""
+
+
+def seed_of(version: Version) -> int:
+    return (version.step * 7 + version.incarnation * 83) % SEEDS
+
+
+def right(held: Held, nbytes: int) -> bool:
+    """Every byte is what its version says."""
+    return right_bytes(held.flat, held.manifest.version, nbytes)
+
+
+def right_bytes(flat: memoryview, version: Version, nbytes: int) -> bool:
+    """Compared at the speed of a memcpy: digests are what is being tested."""
+    pattern = bytes(content(_PIECE + _PERIOD, seed_of(version)))
+    return flat.nbytes == nbytes and all(
+        flat[start : start + _PIECE].tobytes() == pattern[start % _PERIOD :][: min(_PIECE, nbytes - start)]
+        for start in range(0, nbytes, _PIECE)
+    )
+
+
+class _Store(WeightStore):
+    """Notes when the first chunk of a version was verified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Version, float] = {}
+
+    def accept(self, version: Version, index: int) -> bool:
+        good = super().accept(version, index)
+        if good and version not in self.first:
+            self.first = {version: time.monotonic()}
+        return good
+
+
+class _Link(Link):
+    """A role's, of which nothing runs but what follows the newest version. What the manager says is put in its ear, and
+    what it would tell the manager is told to others here."""
+
+    def __init__(
+        self, start: Start, store: WeightStore, holds: Callable[[Version], None], dropped: Callable[[Failed], None]
+    ) -> None:
+        launch = Launch("", "", start.life, NodeName(""), (), {}, "", 0, dies_with_launcher=False)
+        keys = RunKeys("", "", "", "", bytes.fromhex(start.secret))
+        transport = {"chunk_deadline": start.chunk_by, "chain": start.chain}
+        super().__init__(launch, RunDir(Path()), keys, 1.0, transport)
+        self._loop.close()  # a role's runs in a thread of its own
+        self.weights = store
+        self._holds, self._dropped = holds, dropped
+        self._heard = 0
+
+    def hear(self, told: Peers) -> None:
+        self._heard += 1
+        self._hear_peers(msg.Peers(1, self._heard, {}, told.newest, told.holders))
+
+    def holds(self, version: Version) -> None:
+        self._holds(version)
+
+    def _sources(self, version: Version, direct: bool) -> tuple[msg.Holder, ...]:
+        try:
+            return super()._sources(version, direct)
+        except PullFailed as error:
+            self._dropped(Failed(version, str(error)))
+            raise
+
+
+class _Member:
+    def __init__(self, start: Start, pipe: Pipe, writer: asyncio.StreamWriter) -> None:
+        self._start, self._pipe, self._writer = start, pipe, writer
+        self._secret = bytes.fromhex(start.secret)
+        self.store = _Store()
+        self._told: dict[Version, float] = {}
+        """when it heard of those that are newer than what it has"""
+        self._checking = asyncio.Lock()
+        self._telling: set[asyncio.Task[None]] = set()
+        self._link = _Link(start, self.store, self._holds, self.say)
+        self.following = asyncio.create_task(self._link._follow(pipe))
+        self.following.add_done_callback(_loud)
+
+    def say(self, report: Report) -> None:
+        self._writer.write(msgspec.json.encode(report) + b"\n")
+
+    async def do(self, command: Command) -> None:
+        match command:
+            case Peers():
+                if command.newest is not None:
+                    self._told.setdefault(command.newest, time.monotonic())
+                self._link.hear(command)
+            case Publish():
+                self.say(await asyncio.to_thread(self._publish, command))
+            case Check():
+                held = self.store.current()
+                good = held is not None and await asyncio.to_thread(right, held, self._start.nbytes)
+                self.say(Checked(held.manifest.version if held else None, good))
+            case Forget():
+                self._link.hear(Peers(None, ()))
+                self._told.clear()
+                for version in self.store.versions():
+                    self.store.discard(version)
+                if command.memory:
+                    self.store.memory(1)  # what was kept does not fit
+                self.say(Forgot())
+            case Dial():
+                self.say(Dialled(tuple([await self._dial(command) for _ in range(command.times)])))
+            case Measure():
+                gc.collect()
+                self.say(usage(self.store))
+            case Leave():
+                self.following.cancel()
+                await asyncio.wait([self.following])
+                await self._pipe.close()
+                os._exit(0)
+            case Start():
+                raise ValueError("started already")
+
+    def _publish(self, command: Publish) -> Published:
+        """As :meth:`rrl.Worker.publish_each`: the tensors lie anywhere, the version in one buffer."""
+        asked = time.monotonic()
+        whole = content(self._start.nbytes, seed_of(command.version))
+        ends = [whole.nbytes * i // command.tensors // 64 * 64 for i in range(command.tensors)] + [whole.nbytes]
+        tensors = [(f"w{i}", "uint8", (b - a,), b - a) for i, (a, b) in enumerate(pairwise(ends))]
+        began = time.monotonic()
+        flat = self.store.memory(whole.nbytes)
+        with Describing(command.version, tensors, flat, self._secret, command.chunk_bytes) as describing:
+            for a, b in pairwise(ends):
+                for start in range(a, b, _PIECE):
+                    flat[start : min(start + _PIECE, b)] = whole[start : min(start + _PIECE, b)]
+                describing.filled(b)
+            manifest = describing.sign()
+        self.store.offer(manifest, flat)
+        return Published(command.version, began - asked, time.monotonic() - began)
+
+    async def _dial(self, command: Dial) -> float:
+        self._pipe.hang_up(command.at)
+        began = time.monotonic()
+        await self._pipe.manifest(command.at, command.version, 10.0)
+        return time.monotonic() - began
+
+    def _holds(self, version: Version) -> None:
+        held, at = self.store.current(), time.monotonic()
+        assert held is not None
+        committed = Committed(version, self._told.get(version, at), self.store.first.get(version, at), at, None)
+        self._told = {newer: told for newer, told in self._told.items() if newer > version}
+        telling = asyncio.create_task(self._tell(committed, held))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+        telling.add_done_callback(_loud)
+
+    async def _tell(self, committed: Committed, held: Held) -> None:
+        async with self._checking:  # one after the other, in their order
+            if self._start.check:
+                good = held.manifest.version == committed.version
+                good = good and await asyncio.to_thread(right, held, self._start.nbytes)
+                committed = msgspec.structs.replace(committed, right=good)
+            self.say(committed)
+
+
+def usage(store: WeightStore) -> Usage:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return Usage(
+        int(status["RssAnon"].split()[0]) * 1024,
+        len(os.listdir("/proc/self/fd")) - 1,
+        int(status["Threads"]),
+        store.versions(),
+    )
+
+
+def _pipe(start: Start) -> Pipe:
+    return open_pipe(start.kind, bytes.fromhex(start.secret), host=start.host, trusted_network=True)
+
+
+async def _live(control: socket.socket, born: float) -> None:
+    reader, writer = await asyncio.open_connection(sock=control, limit=LINE)
+    decoder = msgspec.json.Decoder(Command)
+    start = decoder.decode(await reader.readline())
+    assert isinstance(start, Start)
+    member = _Member(start, _pipe(start), writer)
+    member.say(Serving(born, await member._pipe.serve(member.store, start.host)))
+    while line := await reader.readline():
+        await member.do(decoder.decode(line))
+    os._exit(0)
+
+
+def _loud(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        traceback.print_exception(error)
+        os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Also when stopped: it is SIGKILL that the kernel sends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def nursery(control: socket.socket) -> None:
+    """Fork a member for each socket that comes over ``control``, and answer with its pid, until nobody is there."""
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    control.sendall(b"\n")
+    while True:
+        data, handed, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            os._exit(0)
+        born = time.monotonic()
+        if pid := os.fork():
+            os.close(handed[0])
+            control.sendall(pid.to_bytes(4, "little"))
+            continue
+        die_with_parent()
+        control.close()
+        try:
+            asyncio.run(_live(socket.socket(fileno=handed[0]), born))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "ucx":
+        os.environ.update(SETTINGS)  # UCX reads some of them as it is loaded
+        import ucxx  # noqa: F401
+    # by its full name: what is told and said are classes of that module, not of __main__
+    from rrl.tests.support.transport.weights import member as _this
+
+    _this.nursery(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,180 @@
+"""The driver's side of :mod:`rrl.tests.support.transport.weights.member`: start members, tell them things, harm them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from rrl.core.types import Life, ReplicaId, Version
+from rrl.tests.support.transport.weights import orders as say
+from rrl.transport.messages import Holder
+
+SOON = 120.0
+"""s that a member may take for anything; only a bug lets it pass"""
+SECRET = b"w" * 32
+_PID_BYTES = 4
+
+T = TypeVar("T")
+
+
+class Nursery:
+    """A process that forks members; ``inside`` begins its command line, to start it in another network namespace:
+    there UCX is kept to TCP, for it sees that they all are one machine, and would go through memory. So it is for nixl
+    wherever its members are: through memory a read is over within the call that begins it, and nothing can happen to
+    it."""
+
+    def __init__(self, kind: str, inside: tuple[str, ...] = ()) -> None:
+        self.kind = kind
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            argv = (
+                *inside,
+                sys.executable,
+                "-m",
+                "rrl.tests.support.transport.weights.member",
+                str(theirs.fileno()),
+                kind,
+            )
+            tls = {"UCX_TLS": "tcp,self"} if kind == "nixl" else {"UCX_TLS": "tcp"} if inside else {}
+            env = os.environ | tls
+            self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
+        self._control.settimeout(SOON)
+        if self._control.recv(1) != b"\n":
+            raise RuntimeError(f"no nursery: {' '.join(argv)}")
+
+    def fork(self) -> tuple[socket.socket, int]:
+        """A new member: the socket to speak to it by, and its pid."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            return mine, int.from_bytes(self._control.recv(_PID_BYTES), "little")
+
+    def close(self) -> None:
+        """Every member dies with it."""
+        self._control.close()
+        self._process.wait(SOON)
+
+
+class Member:
+    """One process. What it says arrives in :attr:`heard` and wakes whoever waits; ``on`` is called with it at once."""
+
+    def __init__(self, life: Life, pid: int, on: Callable[[Member, say.Report], None] | None) -> None:
+        self.life, self.pid = life, pid
+        self._process = os.pidfd_open(pid)
+        """to harm it by: the number may be another's once this one is dead"""
+        self.heard: list[say.Report] = []
+        self.gone = False
+        self.holds: Version | None = None
+        """the newest version that it said it has, complete"""
+        self.serving: say.Serving
+        self._on = on
+        self._news = asyncio.Event()
+        self._writer: asyncio.StreamWriter
+        self._reading: asyncio.Task[None]
+
+    @classmethod
+    async def start(
+        cls,
+        nursery: Nursery,
+        name: str,
+        nbytes: int,
+        *,
+        host: str = "127.0.0.1",
+        incarnation: int = 1,
+        check: bool = False,
+        chunk_by: float = 10.0,
+        chain: int = 8,
+        on: Callable[[Member, say.Report], None] | None = None,
+    ) -> Member:
+        """Returns once it serves."""
+        life = Life(ReplicaId(name), incarnation)
+        control, pid = nursery.fork()
+        self = cls(life, pid, on)
+        reader, self._writer = await asyncio.open_connection(sock=control, limit=say.LINE)
+        self._reading = asyncio.create_task(self._read(reader))
+        self.tell(say.Start(life, nursery.kind, host, SECRET.hex(), nbytes, check, chunk_by, chain))
+        self.serving = await self.hears(say.Serving)
+        return self
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.life, self.serving.at, self.holds)
+
+    def tell(self, command: say.Command) -> None:
+        if not self.gone:
+            self._writer.write(msgspec.json.encode(command) + b"\n")
+
+    async def ask(self, command: say.Command, kind: type[T]) -> T:
+        """Tell it, and wait for the next report of this kind."""
+        self.heard = [report for report in self.heard if not isinstance(report, kind)]
+        self.tell(command)
+        return await self.hears(kind)
+
+    async def hears(self, kind: type[T], which: Callable[[T], bool] = lambda report: True, by: float = SOON) -> T:
+        """The first report of this kind, as soon as it is there. Raises TimeoutError, or ConnectionError when the
+        member is gone."""
+        async with asyncio.timeout(by):
+            while True:
+                self._news.clear()
+                for report in self.heard:
+                    if isinstance(report, kind) and which(report):
+                        return report
+                if self.gone:
+                    raise ConnectionError(f"{self.life} is gone")
+                await self._news.wait()
+
+    async def committed(self, version: Version, by: float = SOON) -> say.Committed:
+        return await self.hears(say.Committed, lambda report: report.version == version, by)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    async def leave(self) -> None:
+        """As a role that is asked to: it hangs up first."""
+        self.tell(say.Leave())
+        await asyncio.wait([self._reading], timeout=SOON)
+
+    async def close(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.kill()
+        await asyncio.wait([self._reading], timeout=SOON)
+        self._writer.close()
+        os.close(self._process)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, number)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        decoder = msgspec.json.Decoder(say.Report)
+        try:
+            while line := await reader.readline():
+                report = decoder.decode(line)
+                self.heard.append(report)
+                if isinstance(report, say.Committed | say.Published):
+                    self.holds = report.version
+                elif isinstance(report, say.Forgot):
+                    self.holds = None
+                self._news.set()
+                if self._on is not None:
+                    self._on(self, report)
+        except ConnectionError:
+            pass
+        finally:
+            self.gone = True
+            self._news.set()

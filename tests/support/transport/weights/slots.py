@@ -1,0 +1,21 @@
+"""A process whose memory can be read by NIXL, to be stopped and killed by tests.
+
+``python -m rrl.tests.support.transport.weights.slots`` fills one slot with :func:`content`, prints what must be known to read
+it, ``NAME TOLD_HEX ADDRESS``, and leaves when its standard input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rrl.tests.support.transport.weights.source import content
+from rrl.transport.weights.nixl_memory import SLOT_BYTES, Reads
+
+if __name__ == "__main__":
+    reads = Reads("127.0.0.1")
+    reads.hear(True)
+    slot = reads.fill(content(SLOT_BYTES))
+    print(reads.name.decode(), reads.told()[1].hex(), slot.address, flush=True)
+    sys.stdin.read()
+    os._exit(0)

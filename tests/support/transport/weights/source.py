@@ -1,0 +1,54 @@
+"""A holder of one weight version as a process of its own, to be killed and stopped by tests.
+
+``python -m rrl.tests.support.transport.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address,
+serves :func:`content` as :data:`VERSION`, or what it pulls from UPSTREAM, and leaves when its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from rrl.core.types import Life, ReplicaId, Version
+from rrl.transport.messages import Holder
+from rrl.transport.weights.base import Pipe
+from rrl.transport.weights.manifest import Manifest, describe
+from rrl.transport.weights.pull import Pace, pull
+from rrl.transport.weights.select import open_pipe
+from rrl.transport.weights.store import WeightStore
+
+VERSION = Version(3, 1)
+PATIENT = 30.0
+"""s"""
+
+
+def content(nbytes: int, seed: int = 0) -> memoryview:
+    """Bytes without a zero among them, not periodic in any power of two."""
+    period = bytes(range(1 + seed, 252)) + bytes(range(1, 1 + seed))
+    return memoryview((period * (nbytes // len(period) + 1))[:nbytes])
+
+
+def described(version: Version, flat: memoryview, secret: bytes, chunk_bytes: int) -> Manifest:
+    return describe(version, [("w", "uint8", (flat.nbytes,), flat.nbytes)], flat, secret, chunk_bytes)
+
+
+async def _main(kind: str, secret: bytes, nbytes: int, chunk_bytes: int, upstream: str = "") -> None:
+    store, flat = WeightStore(), content(nbytes)
+    if not upstream:
+        store.offer(described(VERSION, flat, secret, chunk_bytes), flat)
+    pipe = open_pipe(kind, secret, trusted_network=True)
+    print(await pipe.serve(store, "127.0.0.1"), flush=True)
+    pulling = asyncio.create_task(_pull(store, pipe, upstream)) if upstream else None
+    await asyncio.to_thread(sys.stdin.read)
+    del pulling
+    os._exit(0)
+
+
+async def _pull(store: WeightStore, pipe: Pipe, upstream: str) -> None:
+    source = Holder(Life(ReplicaId("rollout/0"), 1), upstream)
+    await pull(store, VERSION, lambda: [source], pipe, pace=Pace(PATIENT, PATIENT), starved_by=PATIENT)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], bytes.fromhex(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]))

@@ -1,0 +1,234 @@
+"""Versions flow from a publisher to receivers, each a process, while they are killed, stopped and restarted at random.
+
+Every receiver checks every byte of every version that it commits. One receiver is never killed and the publisher only
+in the second half, so that growth over many faults of others can be seen in those that live.
+
+    python -m rrl.tests.support.transport.weights.torture KIND FAULTS [SEED]      prints what it saw
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from statistics import mean
+
+from msgspec import Struct, field, structs
+
+from rrl.core.types import TRAINER, Version
+from rrl.tests.support.transport.weights import orders as say
+from rrl.tests.support.transport.weights.members import SOON, Member, Nursery
+from rrl.transport.weights.base import STARVED_BY
+from rrl.transport.weights.nixl import INLINE_BYTES
+
+RECEIVERS = 4
+NBYTES = 6 * 2**20 + 4321
+CHUNK_BYTES = {"tcp": 64 * 2**10, "ucx": 64 * 2**10, "nixl": 16 * INLINE_BYTES}
+"""nixl: those that it reads out of the holder's memory"""
+CHUNK_BY = 0.5
+"""s; shorter than some freezes last"""
+WITNESS = "rollout/0"
+"""never killed"""
+_APART = (0.0, 0.15)
+"""s between two faults; a version takes longer"""
+_FROZEN = (0.02, 0.7)
+"""s"""
+_LONG_FROZEN = STARVED_BY + 1
+"""s; longer than anybody waits for a source that is waiting itself"""
+_LONG_EVERY = 6
+"""freezes, of which one is that long"""
+_NOTICED = (0.0, 0.2)
+"""s until a dead one is named no more; until then others go on asking it"""
+_HARMS = ("kill", "kill", "freeze", "freeze", "restart")
+_LOOK_EVERY = 40
+"""faults between two looks at what processes use, with all of them at rest"""
+_ROUNDS = 2
+"""versions that everybody commits before a look: what is kept of the ones before has come by then"""
+
+
+class Tally(Struct):
+    faults: Counter[str] = field(default_factory=Counter)
+    versions: int = 0
+    commits: int = 0
+    wrong: list[str] = field(default_factory=list)
+    """committed, but not what was published"""
+    failed: list[str] = field(default_factory=list)
+    """pulls that were given up; that is allowed"""
+    usage: dict[str, list[say.Usage]] = field(default_factory=lambda: {WITNESS: [], TRAINER: []})
+    """of those that lived, look by look; the publisher's until it is killed itself"""
+
+    def growth(self) -> say.Usage:
+        """The most that one of them used more in its later looks than in its earlier ones: in the mean of either half,
+        so that neither what comes and goes nor what was only filled at first counts."""
+        halves = [(looks[: len(looks) // 2], looks[len(looks) // 2 :]) for looks in self.usage.values()]
+
+        def more(of: Callable[[say.Usage], int]) -> int:
+            return max(round(mean(map(of, late)) - mean(map(of, early))) for early, late in halves)
+
+        return say.Usage(more(lambda u: u.anonymous), more(lambda u: u.descriptors), more(lambda u: u.threads), ())
+
+
+class _Torture:
+    def __init__(self, nursery: Nursery, faults: int, seed: int) -> None:
+        self._nursery, self._faults = nursery, faults
+        self._chunk_bytes = CHUNK_BYTES[nursery.kind]
+        self._freezes = 0
+        self._chance = random.Random(seed)
+        self._names = [TRAINER, *(f"rollout/{i}" for i in range(RECEIVERS))]
+        self._members: dict[str, Member] = {}
+        self._published: set[Version] = set()
+        self._newest: Version | None = None
+        self._harming: dict[str, asyncio.Task[None]] = {}
+        self._rest = asyncio.Lock()
+        """held by whoever publishes, and by whoever wants nothing to be published"""
+        self.tally = Tally()
+
+    async def run(self) -> Tally:
+        for name in self._names:
+            await self._start(name)
+        flow = asyncio.create_task(self._flow())
+        flow.add_done_callback(self._flowed)
+        parts = max(4, self._faults // _LOOK_EVERY // 2 * 2)
+        for part in range(parts):
+            faults = self._faults * (part + 1) // parts - self._faults * part // parts
+            spared = part < parts // 2
+            await self._harm(faults, [name for name in self._names if name != TRAINER or not spared])
+            await self._look([WITNESS, TRAINER] if spared else [WITNESS])
+        flow.cancel()
+        await asyncio.wait([flow])
+        for member in self._members.values():
+            await member.close()
+        return self.tally
+
+    # ── the manager's part ─────────────────────────────────────────────────────────────────────────────────────────
+    async def _start(self, name: str) -> None:
+        old = self._members.get(name)
+        self._members[name] = await Member.start(
+            self._nursery, name, NBYTES, incarnation=old.life.incarnation + 1 if old else 1, check=True,
+            chunk_by=CHUNK_BY, on=self._hear,
+        )  # fmt: skip
+        self._tell()
+
+    def _tell(self) -> None:
+        named = tuple(self._members[name].holder for name in self._names if name in self._members)
+        for member in self._members.values():
+            if member.life.replica != TRAINER:
+                member.tell(say.Peers(self._newest, named))
+
+    def _hear(self, member: Member, report: say.Report) -> None:
+        match report:
+            case say.Committed():
+                self.tally.commits += 1
+                if not report.right or report.version not in self._published:
+                    self.tally.wrong.append(f"{member.life} committed {report}")
+                if member is self._members.get(member.life.replica):
+                    self._tell()
+            case say.Failed():
+                self.tally.failed.append(f"{member.life}: {report.why}")
+            case _:
+                pass
+
+    async def _flow(self) -> None:
+        """One version after another, each as soon as the witness has the one before it."""
+        while True:
+            async with self._rest:
+                await self._publish()
+            newest = self._newest
+            if newest is not None:
+                with contextlib.suppress(TimeoutError):  # it is stopped, or waits for who is: the next one comes
+                    await self._members[WITNESS].committed(newest, by=self._chance.uniform(0.1, 2.0))
+            await asyncio.sleep(0)
+
+    async def _publish(self) -> None:
+        trainer = self._members[TRAINER]
+        step = self._newest.step + 1 if self._newest else 0
+        version = Version(step, trainer.life.incarnation)
+        self._published.add(version)  # it may be killed with the version out and its report not
+        try:
+            await trainer.ask(say.Publish(version, 7, self._chunk_bytes), say.Published)
+        except ConnectionError:
+            await asyncio.sleep(0.01)
+            return
+        self.tally.versions += 1
+        self._newest = version
+        self._tell()
+
+    # ── harm ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    async def _harm(self, faults: int, names: list[str]) -> None:
+        while faults:
+            await asyncio.sleep(self._chance.uniform(*_APART))
+            name, harm = self._chance.choice(names), self._chance.choice(_HARMS)
+            before = self._harming.get(name)
+            if (before is not None and not before.done()) or (harm != "freeze" and name == WITNESS):
+                continue
+            if before is not None:
+                before.result()
+            faults -= 1
+            self.tally.faults[f"{harm} {'source' if name == TRAINER else 'receiver'}"] += 1
+            self._harming[name] = asyncio.create_task(getattr(self, f"_{harm}")(name, self._members[name]))
+
+    async def _kill(self, name: str, member: Member) -> None:
+        await member.close()
+        await self._replace(name)
+
+    async def _restart(self, name: str, member: Member) -> None:
+        await member.leave()
+        await member.close()
+        await self._replace(name)
+
+    async def _freeze(self, name: str, member: Member) -> None:
+        self._freezes += 1
+        long = self._freezes % _LONG_EVERY == 1  # the first one is: there is one in a short run
+        member.freeze()
+        await asyncio.sleep(_LONG_FROZEN if long else self._chance.uniform(*_FROZEN))
+        member.thaw()
+
+    async def _replace(self, name: str) -> None:
+        await asyncio.sleep(self._chance.uniform(*_NOTICED))
+        await self._start(name)
+
+    # ── what those use that live ───────────────────────────────────────────────────────────────────────────────────
+    async def _look(self, names: list[str]) -> None:
+        """With every process well, everybody at the same version, and nothing under way."""
+        await asyncio.gather(*self._harming.values())
+        async with self._rest:
+            for _ in range(_ROUNDS):
+                await self._publish()
+                for name, member in self._members.items():
+                    if name != TRAINER:
+                        await self._brought(member)
+            for name in names:
+                self.tally.usage[name].append(await self._members[name].ask(say.Measure(), say.Usage))
+
+    async def _brought(self, member: Member) -> None:
+        newest = self._newest
+        assert newest is not None
+        try:
+            await member.committed(newest, SOON)
+        except TimeoutError as error:
+            said = [f"{one.life}: {one.heard[-1:]}" for one in self._members.values()]
+            text = "\n".join([f"{member.life} never got {newest} after {self.tally}", *said])
+            raise TimeoutError(text) from error
+
+    def _flowed(self, flow: asyncio.Task[None]) -> None:
+        if not flow.cancelled():
+            self.tally.wrong.append(f"no more versions were published: {flow.exception()!r}")
+
+
+async def torture(kind: str, faults: int, seed: int) -> Tally:
+    """So many faults over the ``kind`` pipe. Raises TimeoutError when somebody never gets the newest version."""
+    nursery = await asyncio.to_thread(Nursery, kind)
+    try:
+        return await _Torture(nursery, faults, seed).run()
+    finally:
+        nursery.close()
+
+
+if __name__ == "__main__":
+    seen = asyncio.run(torture(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0))
+    for name, value in structs.asdict(seen).items():
+        print(name, value)
+    print(seen.growth())
