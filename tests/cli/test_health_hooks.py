@@ -1,5 +1,5 @@
 """examples/health as scripts: what a tool that is broken, old, or stuck makes of them. In Slurm:
-tests/lab/test_health_hooks.py."""
+tests/integration/slurm/test_health_hooks.py."""
 
 from __future__ import annotations
 

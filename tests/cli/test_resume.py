@@ -1,4 +1,4 @@
-"""What ``rrl resume`` and ``rrl restart`` refuse. That runs really go on is in tests/runs/test_resume.py."""
+"""What ``rrl resume`` and ``rrl restart`` refuse. That runs really go on is in tests/integration/local/test_resume.py."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rrl.config.job.resolve import resolve
 from rrl.core.run_spec import Limits
 from rrl.tests.support.runs import TestRun, check_records, check_sound, submit_here
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SHIPPED = sorted(EXAMPLES.rglob("*.toml"))
 
 

@@ -11,7 +11,7 @@ from rrl.core.types import SHADOW, ReplicaId, role_of
 from rrl.manager.model import events as ev
 from rrl.tests.support.runs import check_sound, submit_here
 
-QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
 VICTIM = ReplicaId("rollout/1")
 
 

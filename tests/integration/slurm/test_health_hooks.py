@@ -12,7 +12,7 @@ import pytest
 from rrl.tests.support.slurm.lab import SlurmLab
 
 pytestmark = pytest.mark.slurm
-EXAMPLES = Path(__file__).parents[2] / "examples/health"
+EXAMPLES = Path(__file__).parents[3] / "examples/health"
 EVERY = 3
 """s between two runs of the HealthCheckProgram"""
 WITHIN = 120.0

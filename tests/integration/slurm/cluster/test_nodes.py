@@ -14,7 +14,7 @@ from rrl.manager.cluster.slurm.cluster import SlurmCluster
 from rrl.manager.cluster.slurm.commands import Ended
 from rrl.manager.cluster.slurm.nodes import SlurmNodes
 from rrl.manager.cluster.slurm.parsing import Job
-from rrl.tests.manager.cluster.test_slurm import FAST, Run, as_user, lives, state, until
+from rrl.tests.integration.slurm.cluster.test_cluster import FAST, Run, as_user, lives, state, until
 from rrl.tests.support.plain_user import call_as
 from rrl.tests.support.slurm.lab import SlurmLab
 

@@ -409,7 +409,7 @@ def test_steps_outlive_a_manager_that_was_killed_and_the_next_one_finds_them(lab
 MANAGER = """
 import asyncio, sys
 from pathlib import Path
-from rrl.tests.manager.cluster.test_slurm import Run
+from rrl.tests.integration.slurm.cluster.test_cluster import Run
 async def main(run):
     slurm = run.cluster()
     node = (await run.hold(slurm, 1))[0]

@@ -13,7 +13,7 @@ import pytest
 from rrl.core.types import AGENT, SHADOW, Cause, Life, ReplicaId, Verdict, role_of
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence
-from rrl.tests.runs.test_quickstart import QUICKSTART
+from rrl.tests.integration.local.test_quickstart import QUICKSTART
 from rrl.tests.support.runs import check_sound, submit_here
 
 VICTIM = ReplicaId("rollout/1")

@@ -133,7 +133,7 @@ def test_a_run_goes_on_through_every_fault_and_tells_each_from_what_was_real(tmp
 ON_A_SMALL_DISK = """
 import subprocess, sys
 from pathlib import Path
-from rrl.tests.runs import test_faults
+from rrl.tests.integration.local import test_faults
 
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", disk], check=True)
