@@ -1,4 +1,4 @@
-"""What is known of vLLM without importing it. With a real one: tests/vllm/test_setup.py."""
+"""What is known of vLLM without importing it. With a real one: tests/engine/test_setup.py."""
 
 from __future__ import annotations
 
