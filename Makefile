@@ -54,7 +54,7 @@ test: setup
 
 # The inner loop, under a minute on two cores: pure functions, and what needs no process but pytest's own. No scenario is
 # played, no run is started.
-FAST := tests/spec tests/slurm_templates tests/house/test_layers.py tests/house/test_inert_text.py \
+FAST := tests/spec tests/slurm_templates tests/project/test_layers.py tests/project/test_inert_text.py \
   $(filter-out tests/health/test_scenario%,$(wildcard tests/health/test_*.py)) \
   $(patsubst %,tests/manager/test_%.py,admission drills forms hearing ladder lease ledger lessons mailbox mistakes nodes \
     orders planner rewards settle standbys state suspicion token_ages trial) \

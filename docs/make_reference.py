@@ -2,7 +2,7 @@
 
     .venv/bin/python -m rrl.docs.make_reference
 
-A key's meaning is the line under its field; a test (tests/house/test_docs.py) holds the page to the code.
+A key's meaning is the line under its field; a test (tests/project/test_docs.py) holds the page to the code.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rrl.config.job.faults import MOST_RANDOM, FaultsTable
 from rrl.core.faults import HELPER_KINDS, MANAGER, TRAITS, FaultKind, Traits
 from rrl.health.detection.detectors.registry import NODE_DETECTORS, PROGRESS_DETECTORS
 from rrl.manager.execute.fault_injection import MOST_FREE
-from rrl.tests.house.test_docs import ROOT
+from rrl.tests.project.test_docs import ROOT
 
 PAGE = ROOT / "docs" / "faults.md"
 
