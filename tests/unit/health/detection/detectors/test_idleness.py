@@ -9,7 +9,6 @@ from rrl.core.types import Cause, Life, NodeName, Remedy, ReplicaId
 from rrl.health.detection.attribution.gangs import RESTED
 from rrl.health.detection.detectors.idleness import DOUBT, LIES, LOADS, SPINS, STILL
 from rrl.health.detection.detectors.progress import AT_WORK
-from rrl.tests.health.test_suspicion import until_found
 from rrl.tests.support.health.traces import (
     BUSY,
     IDLE,
@@ -22,6 +21,7 @@ from rrl.tests.support.health.traces import (
     agent_of,
     fail,
 )
+from rrl.tests.unit.health.detection.detectors.test_probing import until_found
 
 RANKS = (TRAINER, *(Life(ReplicaId(f"trainer/0.{rank}"), 1) for rank in range(1, 4)))
 COMPILING = (1.0, 0.0, 0.0)

@@ -16,7 +16,7 @@ from rrl.tests.support.scenarios.play import Alarm, Outcome, Played, play
 from rrl.tests.support.scenarios.rhythms import roles_of
 from rrl.tests.support.scenarios.score import confusion, ratio, score
 
-FOLDER = Path(__file__).parent.parent / "scenarios"
+FOLDER = Path(__file__).parents[3] / "scenarios"
 SCENARIOS = load_all(FOLDER)
 SEEDS = 20
 LIGHT = 5000.0

@@ -15,7 +15,7 @@ from rrl.health.checks.xid_events import XidEvent
 from rrl.health.readers.samples import DcgmData, DcgmGpu
 from rrl.tests.support.health.simulated_node import LookedAt, gpu
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 # ── counters ─────────────────────────────────────────────────────────────────────────────────────────────────────────
