@@ -1,5 +1,5 @@
 """``rrl check`` and what ``rrl submit`` asks of Slurm first. Slurm's commands are scripts here: what the real ones say
-is in tests/manager/test_trial.py."""
+is in tests/unit/manager/bootstrap/test_preflight.py."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
 from rrl.manager.planner.recovery.node_exclusion import exclusions_allowed, held_back
 from rrl.manager.reporting.summary import account
-from rrl.tests.manager.test_crash_points import Script, lived
 from rrl.tests.support.manager.jobs import ROLLOUTS, job
 from rrl.tests.support.manager.site import Site
+from rrl.tests.unit.manager.test_crash_points import Script, lived
 
 LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS

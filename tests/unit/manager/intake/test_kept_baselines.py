@@ -16,8 +16,8 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch, Why
 from rrl.manager.model.reducer import fold
 from rrl.manager.model.state import State
-from rrl.tests.manager.test_crash_points import LIMITS, Script, lived
 from rrl.tests.support.manager.jobs import RUN, TRAINER, job
+from rrl.tests.unit.manager.test_crash_points import LIMITS, Script, lived
 
 N1 = NodeName("n1")
 LIFE = Life(TRAINER, 1)

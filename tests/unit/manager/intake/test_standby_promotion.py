@@ -21,9 +21,9 @@ from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Fence, Finish, Launch, Perform, Request, Rung, Why
 from rrl.manager.model.queries import named_by, owner_of
 from rrl.manager.model.state import Allocation, State, Status
-from rrl.tests.manager import test_hearing
-from rrl.tests.manager.test_hearing import Hearing
 from rrl.tests.support.manager.jobs import NODE, RUN, TRAINER, gang_job
+from rrl.tests.unit.manager.intake import test_message_handler as test_hearing
+from rrl.tests.unit.manager.intake.test_message_handler import Hearing
 from rrl.transport import messages as msg
 
 N1 = NodeName("n1")

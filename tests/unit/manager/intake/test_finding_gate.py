@@ -17,8 +17,8 @@ from rrl.manager.intake.finding_gate import GONE, MOST, OWN, heeded, rebased
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Launch, Readmit, Request, Why
 from rrl.manager.planner import plan
-from rrl.tests.manager.test_hearing import Hearing
 from rrl.tests.support.manager.jobs import NODE, ROLLOUTS, RUN
+from rrl.tests.unit.manager.intake.test_message_handler import Hearing
 from rrl.transport import messages as msg
 
 N1, N2 = NodeName("n1"), NodeName("n2")

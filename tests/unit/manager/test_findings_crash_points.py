@@ -16,9 +16,9 @@ from rrl.core.types import AGENT, Cause, Evidence, Finding, NodeName, Outcome, R
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Launch
 from rrl.manager.model.state import State
-from rrl.tests.manager.test_crash_points import Script, lived
 from rrl.tests.support.manager.jobs import ROLLOUTS, TRAINER, command, commands, job
 from rrl.tests.support.manager.site import Site
+from rrl.tests.unit.manager.test_crash_points import Script, lived
 
 LIMITS = Limits(beat=2.0, silence=8.0, join=40.0, quiet=20.0, poll=10.0, lease=10.0)
 R0, R1 = ROLLOUTS

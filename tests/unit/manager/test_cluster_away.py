@@ -16,10 +16,10 @@ from rrl.manager.cluster.base import Observed, Unanswered
 from rrl.manager.model import events as ev
 from rrl.manager.model.actions import Exclude, Fence, Launch, Request
 from rrl.manager.storage.journal import Journal
-from rrl.tests.manager.test_crash_points import COMPLETES, LIMITS, assert_ended_well, lived, starts
 from rrl.tests.support.manager import virtual
 from rrl.tests.support.manager.jobs import REWARD, ROLLOUTS, STORE, TRAINER
 from rrl.tests.support.manager.site import Site
+from rrl.tests.unit.manager.test_crash_points import COMPLETES, LIMITS, assert_ended_well, lived, starts
 
 AWAY = 60.0
 """s"""

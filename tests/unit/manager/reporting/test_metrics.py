@@ -31,11 +31,11 @@ from rrl.manager.model.reducer import fold
 from rrl.manager.reporting import metrics_server
 from rrl.manager.reporting.metrics import MOST_FINDINGS, Facts, Tally, samples
 from rrl.manager.reporting.metrics_server import AT_ONCE, MetricsServer
-from rrl.tests.manager.test_history_keeper import eventually, wide
 from rrl.tests.support.cli.story import BEGAN, Story
 from rrl.tests.support.runs import light_job, lives, submit_here
+from rrl.tests.unit.manager.reporting.test_history_writer import eventually, wide
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 N3 = NodeName("n3")
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
