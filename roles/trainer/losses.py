@@ -6,7 +6,7 @@ GRPO: DeepSeekMath, arXiv:2402.03300; token-mean loss as in DAPO, arXiv:2503.144
 A vocabulary of 49,000 to 152,000 makes the logits of a batch the largest tensor there is. With torch's own functions,
 temperature, log-softmax, its exponent and their product would each be another float32 tensor of that size, kept for the
 backward pass. Here logits are processed in pieces that are computed twice instead, and the gradient replaces the
-logits: measured for SmolLM2's vocabulary in tests/roles/trainer/test_likelihood.py.
+logits: measured for SmolLM2's vocabulary in tests/unit/roles/trainer/test_likelihood.py.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import Launch
 from rrl.core.processes import Process, look
 from rrl.roles.agent.fault_injection import HELD
-from rrl.tests.roles.test_agent import SLEEP, Node, node
 from rrl.tests.support.listening_manager import Lab, eventually, lab
+from rrl.tests.unit.roles.agent.test_main import SLEEP, Node, node
 from rrl.transport.messages import AgentBeat, Inject, Injected
 
 SLOW = Fault("f1", FaultKind.SLOW, "rollout/0", amount=0.5)

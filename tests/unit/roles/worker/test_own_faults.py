@@ -13,9 +13,9 @@ import pytest
 
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.launch import LAUNCH_ENV, Launch
-from rrl.tests.roles.test_worker import Manager, Scene, play, scene
 from rrl.tests.support.listening_manager import PATIENCE
 from rrl.tests.support.roles.trajectories import crew
+from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
 from rrl.transport.messages import Beat, FirstWork, Inject, Injected
 
 __all__ = ["scene"]

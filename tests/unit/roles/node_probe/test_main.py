@@ -80,7 +80,7 @@ def test_a_node_reports_in_the_folder_and_on_the_connection_and_its_clock_is_mea
     assert report == written(folder)
     assert (report.node, report.folder) == ("n7", "")
     assert {one.address: one.trouble for one in report.reached} == {good: "", dead: "Connection refused"}
-    assert Path(report.rrl) == Path(__file__).parents[2]
+    assert Path(report.rrl) == Path(__file__).parents[4]
     assert not isinstance(report.host.python, Unread)
     assert not isinstance(report.torch, Unread)
     assert (report.torch.version, report.torch.gpus) == ("9.9", 0)

@@ -19,8 +19,8 @@ from rrl.core.types import Life, ReplicaId
 from rrl.health.detection.attribution.stack_groups import group, main_thread, parse, told
 from rrl.roles.agent import stack_dumps
 from rrl.roles.agent.stack_dumps import MOST_BYTES, MOST_PROCESSES, take
-from rrl.tests.roles.test_agent import node
 from rrl.tests.support.listening_manager import Lab, eventually, lab
+from rrl.tests.unit.roles.agent.test_main import node
 from rrl.transport.control.sockets import TO_MANAGER, frame
 from rrl.transport.messages import Stacks, TakeStacks
 

@@ -10,8 +10,8 @@ import pytest
 from rrl.core.faults import Fault, FaultKind
 from rrl.core.types import Life, ProbeResult, ReplicaId
 from rrl.roles.worker.main_thread import Probes
-from rrl.tests.roles.test_own_faults import role
-from rrl.tests.roles.test_worker import Manager, Scene, play, scene
+from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
+from rrl.tests.unit.roles.worker.test_own_faults import role
 from rrl.transport.messages import Beat, Inject, Injected, Probe, Probed
 
 __all__ = ["scene"]

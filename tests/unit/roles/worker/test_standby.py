@@ -19,8 +19,8 @@ from rrl.roles.launcher.environment import GPUS_ENV
 from rrl.roles.launcher.process_group import NICE, keep_gpus
 from rrl.roles.worker.api import Worker
 from rrl.roles.worker.connection import FENCED_EXIT
-from rrl.tests.roles.test_worker import Manager, Scene, play, scene
 from rrl.tests.support.listening_manager import PATIENCE, eventually
+from rrl.tests.unit.roles.worker.test_api import Manager, Scene, play, scene
 from rrl.transport.messages import (
     Admitted,
     Beat,
@@ -97,7 +97,7 @@ class Ranks(Manager):
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.tests.roles.test_worker.Manager", Ranks)
+    monkeypatch.setattr("rrl.tests.unit.roles.worker.test_api.Manager", Ranks)
 
 
 # ── waiting ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -268,7 +268,7 @@ class Admits(Manager):
 
 @pytest.fixture
 def admits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrl.tests.roles.test_worker.Manager", Admits)
+    monkeypatch.setattr("rrl.tests.unit.roles.worker.test_api.Manager", Admits)
 
 
 @pytest.mark.parametrize("how", ["signal", "stop"])
