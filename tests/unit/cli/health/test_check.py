@@ -25,7 +25,7 @@ from rrl.tests.support.health.simulated_node import LookedAt, gpu, host
 from rrl.tests.support.mounts import can_hang, own_mounts
 from rrl.tests.support.nvml.driver import FakeDriver
 
-EXAMPLES = Path(__file__).parents[2] / "examples/health"
+EXAMPLES = Path(__file__).parents[4] / "examples/health"
 MOUNTS = ["health", "check", "--checks", "mounts,clock_source,readers,gpu_count"]
 
 

@@ -71,7 +71,7 @@ def test_what_is_written_is_a_job_and_its_lines_can_be_read(tmp_path: Path, plac
 
 def test_without_slurm_it_is_the_quickstarts_job(tmp_path: Path) -> None:
     text, job = written(tmp_path, PLACES["local"])
-    quickstart = load_job(Path(__file__).parents[2] / "examples/quickstart.toml")
+    quickstart = load_job(Path(__file__).parents[4] / "examples/quickstart.toml")
     for part in ("model", "task", "sampling", "roles"):
         assert getattr(job, part) == getattr(quickstart, part)
     assert "there is no Slurm here" in text

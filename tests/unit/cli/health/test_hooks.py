@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples/health"
+EXAMPLES = Path(__file__).parents[4] / "examples/health"
 _SCONTROL = """#!/bin/sh
 [ "$1" = show ] && echo "   State=IDLE Reason=" && exit
 echo "$@" >> {asked}
