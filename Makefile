@@ -71,7 +71,7 @@ test-security: setup
 
 # The tests that need vLLM, on CPU.
 test-vllm: setup-vllm
-	$(VLLM)/python -m pytest tests/vllm -m vllm
+	$(VLLM)/python -m pytest tests/engine -m vllm
 
 # The tests that need Slurm, on 22.05, 24.11 and 26.05, whose programs are fetched from Debian (no root needed).
 test-slurm-versions: setup

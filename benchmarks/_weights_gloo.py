@@ -23,9 +23,9 @@ import msgspec
 from msgspec import Struct
 
 from rrl.core.types import Version
-from rrl.tests.support.transport.weights.member import die_with_parent, right_bytes, seed_of
-from rrl.tests.support.transport.weights.members import SOON
-from rrl.tests.support.transport.weights.source import content
+from rrl.tests.support.weights.member import die_with_parent, right_bytes, seed_of
+from rrl.tests.support.weights.members import SOON
+from rrl.tests.support.weights.source import content
 from rrl.transport.weights.manifest import CHUNK_BYTES, digest, digest_threads
 from rrl.transport.weights.store import fresh_memory
 

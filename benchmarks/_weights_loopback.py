@@ -23,9 +23,9 @@ from rrl.benchmarks._load import PATIENCE, calm, cpu_seconds
 from rrl.benchmarks._table import print_table
 from rrl.benchmarks._weights_gloo import Gloo, Went
 from rrl.core.types import Version
-from rrl.tests.support.transport.weights import orders as say
-from rrl.tests.support.transport.weights.members import SOON, Member, Nursery
-from rrl.tests.support.transport.weights.source import content
+from rrl.tests.support.weights import orders as say
+from rrl.tests.support.weights.members import SOON, Member, Nursery
+from rrl.tests.support.weights.source import content
 from rrl.transport.weights.store import fresh_memory
 
 RECEIVERS = (1, 2, 4)

@@ -28,8 +28,8 @@ from rrl.benchmarks._weights_gloo import Broke, Gloo, Went
 from rrl.benchmarks._weights_nics import Watch
 from rrl.core.types import TRAINER, Version
 from rrl.tests.support.slurm import netns
-from rrl.tests.support.transport.weights import orders as say
-from rrl.tests.support.transport.weights.members import SOON, Member, Nursery
+from rrl.tests.support.weights import orders as say
+from rrl.tests.support.weights.members import SOON, Member, Nursery
 
 BITS = 2e9
 """a second, each way"""

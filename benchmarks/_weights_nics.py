@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from rrl.tests.support.slurm import netns
-from rrl.tests.support.transport.weights.members import SOON
+from rrl.tests.support.weights.members import SOON
 
 _HALF = 0.5
 _TRICKLE = 0.005

@@ -18,8 +18,8 @@ from msgspec import Struct, field
 from rrl.benchmarks._load import PATIENCE, calm
 from rrl.benchmarks._table import print_table
 from rrl.core.types import TRAINER, Version
-from rrl.tests.support.transport.weights import orders as say
-from rrl.tests.support.transport.weights.members import Member, Nursery
+from rrl.tests.support.weights import orders as say
+from rrl.tests.support.weights.members import Member, Nursery
 
 KINDS = ("ucx", "tcp")
 WHAT = ("connect", "rollout", "trainer")

@@ -25,7 +25,7 @@ from rrl.tests.support.scenarios.methods import FIXED, METHODS, OURS, ROBUSTRL
 from rrl.tests.support.scenarios.play import Played
 from rrl.tests.support.scenarios.score import compared, confusion, delays, quantile, score
 
-SHIPPED = Path(__file__).parent.parent / "tests" / "scenarios"
+SHIPPED = Path(__file__).parent.parent / "tests" / "data" / "scenarios"
 CURVE_SEEDS = 2
 """of the curve: it plays everything some fifteen times"""
 _SHOWN = 400

@@ -5,7 +5,7 @@ broadcast of torch.distributed's gloo with the same digests.
 ``namespaces`` (:mod:`_weights_namespaces`; root): five nodes with NICs of 2 Gbit/s, 256 MiB to four receivers along a
 chain, as a star, with one killed and one stopped in the middle, and gloo in the same situation.
 ``rejoin`` (:mod:`_weights_rejoin`): connections, a restarted rollout, a restarted trainer.
-``faults`` (:mod:`rrl.tests.support.transport.weights.torture`): hundreds of kills, freezes and restarts while versions flow.
+``faults`` (:mod:`rrl.tests.support.weights.torture`): hundreds of kills, freezes and restarts while versions flow.
 
 Arms are interleaved within each round; receivers compare every byte after the clock; ratios are of medians. Prints
 tables, and one JSON object as its last line: parts that were not run, or cannot be run here, leave null.
@@ -22,7 +22,7 @@ import statistics
 from rrl.benchmarks import _weights_loopback, _weights_namespaces, _weights_rejoin
 from rrl.benchmarks._requirements import Need, begin
 from rrl.benchmarks._table import print_table
-from rrl.tests.support.transport.weights.torture import Tally, torture
+from rrl.tests.support.weights.torture import Tally, torture
 
 PARTS = ("loopback", "namespaces", "rejoin", "faults")
 KEYS = ("ours_over_gloo_1", "chain_over_ideal", "source_free_over_copy", "killed_over_clean", "connect_p50_ms",

@@ -16,14 +16,17 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it: what goes to no termina
 LAB_NODES = 5
 REQUIRED = "RRL_REQUIRE_SLURM"
 _LABS = {"slurm_lab", "accounting_lab", "isolated_lab", "preempting_lab"}
-collect_ignore = [] if netns.possible() else ["lab/test_isolated_nodes.py", "runs/test_cut_nodes.py"]
+_NETWORK_FILES = ["integration/slurm/lab/test_isolated_nodes.py", "integration/slurm/test_cut_nodes.py"]
+collect_ignore = [] if netns.possible() else _NETWORK_FILES
 """Nodes with a network of their own need root: where there is none, their tests are not there either."""
 LONG_FILES = (
-    "runs/test_local.py", "transport/weights/test_ucx_apart.py", "runs/test_resume.py", "runs/test_faults.py",
-    "runs/test_quickstart.py", "runs/test_bring_your_own.py", "security/test_listening_sockets.py",
-    "runs/test_slurm.py", "manager/cluster/test_slurm.py", "runs/test_suspicion.py", "runs/test_node_health.py",
-    "runs/test_manager_away.py", "roles/test_agent_health.py", "runs/test_standby.py",
-    "security/test_run_under_attack.py", "manager/test_crash_points.py",
+    "integration/local/test_runs.py", "unit/transport/weights/test_ucx_apart.py", "integration/local/test_resume.py",
+    "integration/local/test_faults.py", "integration/local/test_quickstart.py",
+    "integration/local/test_bring_your_own.py", "security/test_listening_sockets.py",
+    "integration/slurm/test_runs.py", "integration/slurm/cluster/test_cluster.py",
+    "integration/local/test_suspicion.py", "integration/local/test_node_health.py",
+    "integration/local/test_manager_away.py", "unit/roles/agent/test_node_monitor.py",
+    "integration/local/test_standby.py", "security/test_run_under_attack.py", "unit/manager/test_crash_points.py",
 )  # fmt: skip
 """Files that took more than 25 s on two cores, the longest first. They start first: pytest-xdist gives a whole file to
 one worker, and a long file that starts last leaves the other workers without work."""

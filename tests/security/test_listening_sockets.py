@@ -20,7 +20,7 @@ from rrl.tests.support.plain_user import PlainUser, popen_as
 from rrl.tests.support.runs import RRL, TestRun, write_job
 from rrl.tests.support.security.sockets import Bound, bound_by
 
-QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 _STARTS_WITHIN_S = 300.0
 """for two ranks, two rollouts and their spares to load torch on a busy machine of two cores"""
 

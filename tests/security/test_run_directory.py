@@ -226,7 +226,7 @@ def test_a_letter_that_somebody_else_wrote_is_put_aside(
 def test_a_submission_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
     """The limit on file sizes stands for a full disk: the first file that does not fit ends it."""
     (tmp_path / "job.toml").write_text(light_job("local", 5))
-    for source in (Path(__file__).parents[1] / "runs" / "light").glob("*_task.py"):
+    for source in (Path(__file__).parents[1] / "support" / "light_roles").glob("*_task.py"):
         (tmp_path / source.name).write_text(source.read_text())
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"

@@ -30,7 +30,7 @@ from rrl.tests.support.supervisor import end_runs_with_caller
 DEADLINE = 120.0
 """s; generous: two shared cores start a dozen interpreters"""
 RRL = str(Path(sys.executable).parent / "rrl")
-LIGHT = Path(__file__).parents[1] / "runs" / "light"
+LIGHT = Path(__file__).with_name("light_roles")
 
 
 def light_job(cluster: str, steps: int, *, rollouts: int = 2, spares: int = 1, extra: str = "") -> str:

@@ -1,5 +1,5 @@
 """A Slurm that is away, slow, forgetful or out of date: nobody is condemned for it, nothing is started twice, and the
-roles go on. On a real Slurm; what its commands do wrong is in tests/lab/fake_slurm_commands."""
+roles go on. On a real Slurm; what its commands do wrong is in tests/support/slurm/fake_slurm_commands."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from rrl.roles.node_probe.host import (  # fmt: skip
 from rrl.roles.node_probe.main import NodeReport, Reached
 
 GIB = 2**30
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "doctor"
 TAKEN = Ended(0, "", "sbatch: Job 7 to start at 2026-11-20T09:19:27 using 2 processors on n[1-2] in partition gpu")
 REFUSED = Ended(1, "", "sbatch: error: invalid partition specified: nope\nallocation failure: Invalid partition name\n")
 ETH0 = Interface("eth0", "10.1.0.5", "10.1.0.0/16")

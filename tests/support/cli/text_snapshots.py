@@ -1,4 +1,4 @@
-"""Pictures kept as text. ``RRL_SNAPSHOTS=write pytest tests/cli`` draws them anew; look at the diff then."""
+"""Pictures kept as text. ``RRL_SNAPSHOTS=write pytest tests/unit/cli`` draws them anew; look at the diff then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-FOLDER = Path(__file__).parent / "snapshots"
+FOLDER = Path(__file__).parents[2] / "data" / "snapshots"
 
 
 def drawn(view: RenderableType, width: int) -> str:

@@ -1,6 +1,6 @@
 """Records what NVML says on this node, for a day when there is a real GPU: a fixture to compare the stand-in with.
 
-    python -m rrl.tests.support.nvml.record > tests/health/readers/recorded/h100.json
+    python -m rrl.tests.support.nvml.record > tests/data/recorded/nvml/h100.json
 
 The recording holds the reader's own reading, NVML's answer to each call behind it, and ``nvidia-smi -q -x`` where that
 is installed, which asks the driver by ways of its own. Serial numbers are left in: look before you publish it.

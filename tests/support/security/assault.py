@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec import Struct
 
 from rrl.core.types import Life, ReplicaId
+from rrl.tests.support.proxy import Proxy
 from rrl.tests.support.runs import TestRun
 from rrl.tests.support.security.attacks import Footprint, barrage, half_open, member_gone_mad, ports_of
-from rrl.tests.support.transport.proxy import Proxy
 from rrl.transport.control.endpoints import Address, Dialer
 from rrl.transport.keys import RunKeys
 from rrl.transport.messages import Beat, Down

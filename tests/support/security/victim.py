@@ -12,7 +12,7 @@ from typing import Any
 
 from rrl.roles.trajectories.types import NotYet, Request
 from rrl.tests.support.roles.snapshots.keeping import keeper
-from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.control import sockets
 from rrl.transport.control.endpoints import Listener
 from rrl.transport.keys import RunKeys

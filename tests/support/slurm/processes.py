@@ -1,8 +1,8 @@
 """Which processes on this machine belong to one laboratory cluster, and to which of its nodes.
 
 Nothing is looked for by a broad name: a process belongs to a lab because it carries the lab's mark in its environment
-(daemons, and what :meth:`rrl.tests.support.slurm.lab.SlurmLab.run_as_user` started), runs inside one of its jobs, is a Slurm
-command that talks to it, holds a socket in its spool folder (slurmstepd), or descends from one of these.
+(daemons, and what :meth:`rrl.tests.support.slurm.lab.SlurmLab.run_as_user` started), runs inside one of its jobs, is
+a Slurm command that talks to it, holds a socket in its spool folder (slurmstepd), or descends from one of these.
 """
 
 from __future__ import annotations

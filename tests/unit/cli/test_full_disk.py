@@ -60,7 +60,7 @@ def test_a_command_on_a_full_disk_ends_with_one_line(tmp_path: Path, command: li
     disk, job_toml = tmp_path / "disk", tmp_path / "job.toml"
     disk.mkdir()
     job_toml.write_text(light_job("local", 40))
-    for source in (Path(__file__).parents[2] / "runs" / "light").glob("*_task.py"):
+    for source in (Path(__file__).parents[2] / "support" / "light_roles").glob("*_task.py"):
         (tmp_path / source.name).write_text(source.read_text())
     arguments = [str(job_toml) if word == "JOB" else word for word in command]
     argv = [*own_mounts(), sys.executable, "-c", _IN_A_FULL_FILE_SYSTEM, str(disk), *arguments]

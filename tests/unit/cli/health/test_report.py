@@ -449,7 +449,8 @@ def test_who_may_not_drain_is_told_so(slurm_lab: SlurmLab, tmp_path: Path, broke
     rules.write_text(Path(os.environ[CONFIG_ENV]).read_text())
     rrl = str(Path(sys.executable).parent / "rrl")
     code = (
-        "import sys, time; from pathlib import Path; from rrl.tests.support.health.site_history import *; user = sys.argv[2]; "
+        "import sys, time; from pathlib import Path; from rrl.tests.support.health.site_history import *; "
+        "user = sys.argv[2]; "
         "at = time.time() - BEGAN; "
         "ask = acted(at + 1, 'n2', 'asked', reason='rrl:r:x', cause='storage'); "
         "write(Path(sys.argv[1]), user, 'r', [began(at, 'r', user), ask])"

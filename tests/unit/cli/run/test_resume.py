@@ -1,4 +1,5 @@
-"""What ``rrl resume`` and ``rrl restart`` refuse. That runs really go on is in tests/integration/local/test_resume.py."""
+"""What ``rrl resume`` and ``rrl restart`` refuse. That runs really go on is in
+tests/integration/local/test_resume.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The detectors against scripted scenarios in virtual time (tests/scenarios), and the player and its scoring."""
+"""The detectors against scripted scenarios in virtual time (tests/data/scenarios), and the player and its scoring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rrl.tests.support.scenarios.play import Alarm, Outcome, Played, play
 from rrl.tests.support.scenarios.rhythms import roles_of
 from rrl.tests.support.scenarios.score import confusion, ratio, score
 
-FOLDER = Path(__file__).parents[3] / "scenarios"
+FOLDER = Path(__file__).parents[3] / "data" / "scenarios"
 SCENARIOS = load_all(FOLDER)
 SEEDS = 20
 LIGHT = 5000.0

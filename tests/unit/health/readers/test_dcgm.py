@@ -25,7 +25,7 @@ from rrl.health.readers.isolation import process
 from rrl.health.readers.samples import DcgmData, DcgmGpu, DcgmIncident
 from rrl.tests.support.dcgm.exporter import Exporter, exporter, labels, page
 
-FAKE = str(Path(__file__).parents[3] / "lab" / "dcgm" / "fake_dcgmi")
+FAKE = str(Path(__file__).parents[3] / "support" / "dcgm" / "fake_dcgmi")
 UUID = "GPU-aaaa"
 OTHER = "GPU-bbbb"
 GPUS = {0: UUID, 1: OTHER}

@@ -1,4 +1,6 @@
-"""The jobs that managers are, who queues the next one, and what keeps one in a pool. Slurm's part is in tests/runs."""
+"""The jobs that managers are, who queues the next one, and what keeps one in a pool.
+
+Slurm's part is in tests/integration/slurm."""
 
 from __future__ import annotations
 

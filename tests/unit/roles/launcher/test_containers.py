@@ -17,7 +17,7 @@ from rrl.manager.execute.launch import apptainer
 from rrl.tests.support.listening_manager import Lab, eventually, lab
 from rrl.transport.messages import AgentBeat, AgentHello, Gone, StepExit
 
-FAKE = Path(__file__).parents[3] / "lab" / "fake_apptainer"
+FAKE = Path(__file__).parents[3] / "support" / "fake_apptainer"
 ROLE = RoleView("rollout", "rollout", 1, 1, Resources(cpus=1, gpus=1), True, (), {}, "apptainer", "box.sif")
 DAEMON = "echo $SET $PWD; (setsid sleep 1001 &) ; sleep 1000; exit 3"
 

@@ -14,9 +14,9 @@ from rrl.core.types import Life, ReplicaId, Version
 from rrl.roles.worker import connection as link_module
 from rrl.roles.worker.connection import Link
 from rrl.tests.support.listening_manager import PATIENCE, lab
-from rrl.tests.support.transport.weights.chain import Publisher, until
-from rrl.tests.support.transport.weights.piping import CHUNK, SECRET, Spy, calm, holder, piped, served
-from rrl.tests.support.transport.weights.source import content, described
+from rrl.tests.support.weights.chain import Publisher, until
+from rrl.tests.support.weights.piping import CHUNK, SECRET, Spy, calm, holder, piped, served
+from rrl.tests.support.weights.source import content, described
 from rrl.transport.messages import Holder, Peers
 from rrl.transport.weights import pull
 

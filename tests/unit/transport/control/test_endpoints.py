@@ -15,7 +15,7 @@ import pytest
 import zmq
 from msgspec import Struct
 
-from rrl.tests.support.transport.proxy import Proxy
+from rrl.tests.support.proxy import Proxy
 from rrl.transport.control import endpoints, sockets
 from rrl.transport.control.endpoints import Address, Dialer, Incoming, Listener
 from rrl.transport.keys import RunKeys

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.support.transport.weights.piping import KINDS, SECRET, SOON
+from rrl.tests.support.weights.piping import KINDS, SECRET, SOON
 from rrl.transport.weights.base import Pipe
 from rrl.transport.weights.select import open_pipe
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rrl.tests.support.security import attacks
-from rrl.tests.support.transport.weights.piping import (
+from rrl.tests.support.weights.piping import (
     CHUNK,
     SECRET,
     SIZE,
@@ -31,7 +31,7 @@ from rrl.tests.support.transport.weights.piping import (
     piped,
     served,
 )
-from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.tcp_inspection import listening
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import nixl, nixl_memory, protocol, select
@@ -74,7 +74,7 @@ class Other:
 
 @contextmanager
 def other() -> Iterator[Other]:
-    argv = [sys.executable, "-m", "rrl.tests.support.transport.weights.slots"]
+    argv = [sys.executable, "-m", "rrl.tests.support.weights.slots"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Other(process)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.transport.weights.piping import KINDS, PIPES_ENV
+from rrl.tests.support.weights.piping import KINDS, PIPES_ENV
 from rrl.transport.weights.base import package
 
 HERE = Path(__file__).parent
 MODULES = ("test_nixl.py", "test_pipes.py", "test_seam.py", "test_swarm.py", "test_torture.py",
-           "../../security/test_ports.py")  # fmt: skip
+           "../../../security/test_ports.py")  # fmt: skip
 MAIN = ("test_nixl.py", "test_pipes.py", "-k", "line_that_is_given_up or aborted or reader_that_is_killed or "
         "answered_later or deadline_holds or late_joiner or lying_source")  # fmt: skip
 """a few seconds: that versions are read, whom nobody believes, and what a line that is given up or a peer that dies
@@ -30,7 +30,7 @@ def passes(*argv: str, within: float = WITHIN) -> None:
         pytest.skip("NIXL is not installed")
     whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
     child = subprocess.run(
-        whole, env=os.environ | {PIPES_ENV: "nixl"}, capture_output=True, text=True, timeout=within, cwd=HERE.parents[2]
+        whole, env=os.environ | {PIPES_ENV: "nixl"}, capture_output=True, text=True, timeout=within, cwd=HERE.parents[3]
     )
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 

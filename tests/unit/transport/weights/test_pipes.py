@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rrl.core.types import Version
-from rrl.tests.support.transport.weights.chain import Publisher, until
-from rrl.tests.support.transport.weights.piping import (
+from rrl.tests.support.weights.chain import Publisher, until
+from rrl.tests.support.weights.piping import (
     CHUNK,
     CHUNKS,
     SECRET,
@@ -31,7 +31,7 @@ from rrl.tests.support.transport.weights.piping import (
     piped,
     served,
 )
-from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import protocol

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from rrl.core.types import Life, ReplicaId
-from rrl.tests.support.transport.weights.piping import KINDS
-from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.tests.support.weights.piping import KINDS
+from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights import pull as swarm
 from rrl.transport.weights import select

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rrl.core.types import Version
-from rrl.tests.support.transport.weights.source import content, described
+from rrl.tests.support.weights.source import content, described
 from rrl.transport.weights import manifest as manifests
 from rrl.transport.weights import store as stores
 from rrl.transport.weights.manifest import ALIGN, Describing, Manifest, describe, layout

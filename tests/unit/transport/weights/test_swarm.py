@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from rrl.core.types import Version
-from rrl.tests.support.transport.weights.chain import Liar, Publisher, Receiver, Silent, receiver, receiver_apart, until
-from rrl.tests.support.transport.weights.piping import CHUNK, CHUNKS, SECRET, SOON, Run, calm, complete, holder, served
-from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.tests.support.weights.chain import Liar, Publisher, Receiver, Silent, receiver, receiver_apart, until
+from rrl.tests.support.weights.piping import CHUNK, CHUNKS, SECRET, SOON, Run, calm, complete, holder, served
+from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights import base as pipes
 from rrl.transport.weights import pull, tcp, ucx

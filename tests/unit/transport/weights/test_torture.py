@@ -10,9 +10,9 @@ import signal
 
 import pytest
 
-from rrl.tests.support.transport.weights.piping import SOON, Run, child, piped
-from rrl.tests.support.transport.weights.source import VERSION
-from rrl.tests.support.transport.weights.torture import NBYTES, RECEIVERS, Tally, torture
+from rrl.tests.support.weights.piping import SOON, Run, child, piped
+from rrl.tests.support.weights.source import VERSION
+from rrl.tests.support.weights.torture import NBYTES, RECEIVERS, Tally, torture
 from rrl.transport.weights.base import Pipe, PipeError
 
 _HELD_UP = RECEIVERS * NBYTES

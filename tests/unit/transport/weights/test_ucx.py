@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rrl.tests.support.transport.weights.piping import SECRET, complete, holder, holding, piped, served
-from rrl.tests.support.transport.weights.source import VERSION
+from rrl.tests.support.weights.piping import SECRET, complete, holder, holding, piped, served
+from rrl.tests.support.weights.source import VERSION
 from rrl.transport.tcp_inspection import listening
 from rrl.transport.weights.base import PipeError
 from rrl.transport.weights.pull import pull

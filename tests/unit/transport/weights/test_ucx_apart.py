@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rrl.tests.support.transport.weights.piping import KINDS, PIPES_ENV
+from rrl.tests.support.weights.piping import KINDS, PIPES_ENV
 from rrl.transport.weights.base import package
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def passes(*argv: str, within_s: float = WITHIN_S) -> None:
     whole = [sys.executable, "-m", "pytest", "-q", *(str(HERE / arg) if arg.endswith(".py") else arg for arg in argv)]
     child = subprocess.run(
         [*NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *whole], env=os.environ | {PIPES_ENV: "ucx"},
-        capture_output=True, text=True, timeout=within_s, cwd=HERE.parents[2],
+        capture_output=True, text=True, timeout=within_s, cwd=HERE.parents[3],
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-5000:] + child.stderr[-2000:]
 
@@ -44,7 +44,7 @@ def test_weights_move_over_ucx_through_deaths_late_joiners_and_relays() -> None:
 
 
 def test_strangers_at_a_port_of_ucx_weights_cost_nothing_that_lasts() -> None:
-    passes("../../security/test_ports.py", "-k", "ucx")
+    passes("../../../security/test_ports.py", "-k", "ucx")
 
 
 @pytest.mark.long

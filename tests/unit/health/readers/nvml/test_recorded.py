@@ -17,7 +17,7 @@ from rrl.tests.support.nvml.driver import FakeDriver
 from rrl.tests.support.nvml.reading import SECONDS, read_in_child
 from rrl.tests.support.nvml.record import Recording, play
 
-RECORDINGS = sorted(Path(__file__).with_name("recorded").glob("*.json"))
+RECORDINGS = sorted((Path(__file__).parents[4] / "data" / "recorded" / "nvml").glob("*.json"))
 
 
 def recorded(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:

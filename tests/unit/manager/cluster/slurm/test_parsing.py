@@ -23,7 +23,7 @@ from rrl.manager.cluster.slurm.parsing import (  # fmt: skip
 
 
 def recorded(name: str) -> str:
-    return (Path(__file__).with_name("recorded") / f"{name}-22.05.txt").read_text()
+    return (Path(__file__).parents[4] / "data" / "recorded" / "slurm" / f"{name}-22.05.txt").read_text()
 
 
 def jobs(name: str) -> dict[str, Job]:

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from rrl.core.types import ReplicaId, Version
-from rrl.tests.support.transport.weights.piping import CHUNK, SECRET, SIZE, Spy, child, holder, piped
-from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.tests.support.weights.piping import CHUNK, SECRET, SIZE, Spy, child, holder, piped
+from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights.base import STARVED_BY
 from rrl.transport.weights.manifest import Manifest

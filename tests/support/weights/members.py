@@ -1,4 +1,4 @@
-"""The driver's side of :mod:`rrl.tests.support.transport.weights.member`: start members, tell them things, harm them."""
+"""The driver's side of :mod:`rrl.tests.support.weights.member`: start members, tell them things, harm them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from rrl.core.types import Life, ReplicaId, Version
-from rrl.tests.support.transport.weights import orders as say
+from rrl.tests.support.weights import orders as say
 from rrl.transport.messages import Holder
 
 SOON = 120.0
@@ -40,7 +40,7 @@ class Nursery:
                 *inside,
                 sys.executable,
                 "-m",
-                "rrl.tests.support.transport.weights.member",
+                "rrl.tests.support.weights.member",
                 str(theirs.fileno()),
                 kind,
             )

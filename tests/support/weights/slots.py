@@ -1,6 +1,6 @@
 """A process whose memory can be read by NIXL, to be stopped and killed by tests.
 
-``python -m rrl.tests.support.transport.weights.slots`` fills one slot with :func:`content`, prints what must be known to read
+``python -m rrl.tests.support.weights.slots`` fills one slot with :func:`content`, prints what must be known to read
 it, ``NAME TOLD_HEX ADDRESS``, and leaves when its standard input ends.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rrl.tests.support.transport.weights.source import content
+from rrl.tests.support.weights.source import content
 from rrl.transport.weights.nixl_memory import SLOT_BYTES, Reads
 
 if __name__ == "__main__":

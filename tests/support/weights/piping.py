@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rrl.core.types import Life, ReplicaId, Version
-from rrl.tests.support.transport.weights.source import VERSION, content, described
+from rrl.tests.support.weights.source import VERSION, content, described
 from rrl.transport.messages import Holder
 from rrl.transport.weights.base import STARVED_BY, Pipe, PipeError
 from rrl.transport.weights.manifest import Manifest
@@ -68,7 +68,7 @@ async def child(kind: str, size: int = SIZE, chunk: int = CHUNK, upstream: str =
     argv = [
         sys.executable,
         "-m",
-        "rrl.tests.support.transport.weights.source",
+        "rrl.tests.support.weights.source",
         kind,
         SECRET.hex(),
         str(size),

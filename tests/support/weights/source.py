@@ -1,6 +1,6 @@
 """A holder of one weight version as a process of its own, to be killed and stopped by tests.
 
-``python -m rrl.tests.support.transport.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address,
+``python -m rrl.tests.support.weights.source KIND SECRET_HEX NBYTES CHUNK_BYTES [UPSTREAM]`` prints its address,
 serves :func:`content` as :data:`VERSION`, or what it pulls from UPSTREAM, and leaves when its standard input ends.
 """
 

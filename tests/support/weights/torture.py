@@ -3,7 +3,7 @@
 Every receiver checks every byte of every version that it commits. One receiver is never killed and the publisher only
 in the second half, so that growth over many faults of others can be seen in those that live.
 
-    python -m rrl.tests.support.transport.weights.torture KIND FAULTS [SEED]      prints what it saw
+    python -m rrl.tests.support.weights.torture KIND FAULTS [SEED]      prints what it saw
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from statistics import mean
 from msgspec import Struct, field, structs
 
 from rrl.core.types import TRAINER, Version
-from rrl.tests.support.transport.weights import orders as say
-from rrl.tests.support.transport.weights.members import SOON, Member, Nursery
+from rrl.tests.support.weights import orders as say
+from rrl.tests.support.weights.members import SOON, Member, Nursery
 from rrl.transport.weights.base import STARVED_BY
 from rrl.transport.weights.nixl import INLINE_BYTES
 

@@ -2,7 +2,7 @@
 and for benchmarks/weights.py.
 
 It publishes, and follows the newest version by what a role has for that (:class:`rrl.roles.worker.connection.Link`),
-without a manager: the driver says who is there. ``python -m rrl.tests.support.transport.weights.member FD UCX`` is a nursery:
+without a manager: the driver says who is there. ``python -m rrl.tests.support.weights.member FD UCX`` is a nursery:
 it imports everything once, and forks a member for each socket that it is handed, so that a restart costs what it costs
 from the imports on. All of them die with whoever started the nursery, stopped or not.
 
@@ -30,7 +30,7 @@ from rrl.core.launch import Launch
 from rrl.core.run_dir import RunDir
 from rrl.core.types import NodeName, Version
 from rrl.roles.worker.connection import Link
-from rrl.tests.support.transport.weights.orders import (
+from rrl.tests.support.weights.orders import (
     LINE,
     Check,
     Checked,
@@ -51,7 +51,7 @@ from rrl.tests.support.transport.weights.orders import (
     Start,
     Usage,
 )
-from rrl.tests.support.transport.weights.source import content
+from rrl.tests.support.weights.source import content
 from rrl.transport import messages as msg
 from rrl.transport.keys import RunKeys
 from rrl.transport.weights.base import Pipe
@@ -291,6 +291,6 @@ if __name__ == "__main__":
         os.environ.update(SETTINGS)  # UCX reads some of them as it is loaded
         import ucxx  # noqa: F401
     # by its full name: what is told and said are classes of that module, not of __main__
-    from rrl.tests.support.transport.weights import member as _this
+    from rrl.tests.support.weights import member as _this
 
     _this.nursery(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""What a member of :mod:`rrl.tests.support.transport.weights.member` is told, and what it says: one JSON object a line."""
+"""What a member of :mod:`rrl.tests.support.weights.member` is told, and what it says: one JSON object a line."""
 
 from __future__ import annotations
 
