@@ -54,12 +54,16 @@ test: setup
 
 # The inner loop, under a minute on two cores: pure functions, and what needs no process but pytest's own. No scenario is
 # played, no run is started.
-FAST := tests/spec tests/slurm_templates tests/project/test_layers.py tests/project/test_inert_text.py \
-  $(filter-out tests/health/test_scenario%,$(wildcard tests/health/test_*.py)) \
-  $(patsubst %,tests/manager/test_%.py,admission drills forms hearing ladder lease ledger lessons mailbox mistakes nodes \
-    orders planner rewards settle standbys state suspicion token_ages trial) \
-  $(patsubst %,tests/transport/test_%.py,address control keys) \
-  $(patsubst %,tests/cli/test_%.py,views status_alarms terminal_escapes doctor_text)
+FAST := $(addprefix tests/unit/,config core slurm_templates manager/model manager/planner/recovery cli/views) \
+  $(filter-out %/test_scenarios.py,$(shell find tests/unit/health -name 'test_*.py' -not -path '*/readers/*')) \
+  $(patsubst %,tests/unit/manager/intake/test_%.py,admission hang_investigation kept_baselines mailbox message_handler \
+    reconcile user_commands) \
+  $(patsubst %,tests/unit/manager/planner/test_%.py,planned_faults planner) \
+  $(patsubst %,tests/unit/manager/planner/capacity/test_%.py,allocations nodes standbys) \
+  $(patsubst %,tests/unit/manager/%.py,bootstrap/test_preflight reporting/test_summary storage/test_lease) \
+  $(patsubst %,tests/unit/transport/%.py,test_address test_keys control/test_endpoints) \
+  $(patsubst %,tests/unit/cli/%.py,test_terminal_escapes doctor/test_slurm_output) \
+  $(patsubst %,tests/project/test_%.py,inert_text layers)
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slurm and not long and not vllm' $(FAST)

@@ -1,8 +1,9 @@
 """What somebody without a key can try with UCX at ports.
 
-``python -m rrl.tests.support.security.ucx_attack HOST PORT ...`` prints one JSON object: the ways by which a UCX was reached, for each port. UCX's interface port accepts whoever sends
-the 42 bytes that a UCX says first; over that connection puts and gets need no key. They are recorded from a UCX of our
-own, and so is the answer of one. UCX's listener takes a connection by host and port.
+``python -m rrl.tests.support.security.ucx_attack HOST PORT ...`` prints one JSON object: the ways by which a UCX was
+reached, for each port. UCX's interface port accepts whoever sends the 42 bytes that a UCX says first; over that
+connection puts and gets need no key. They are recorded from a UCX of our own, and so is the answer of one. UCX's
+listener takes a connection by host and port.
 """
 
 from __future__ import annotations

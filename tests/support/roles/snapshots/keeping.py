@@ -1,6 +1,7 @@
 """What an agent does for snapshots, without the agent.
 
-``python -m rrl.tests.support.roles.snapshots.keeping KEYS NODE`` prints its address and keeps until its input ends. In Python: :func:`keeper`, a thread of this process."""
+``python -m rrl.tests.support.roles.snapshots.keeping KEYS NODE`` prints its address and keeps until its input ends. In
+Python: :func:`keeper`, a thread of this process."""
 
 from __future__ import annotations
 

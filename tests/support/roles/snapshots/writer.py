@@ -1,8 +1,9 @@
 """A member that writes snapshots until it is killed.
 
-``python -m rrl.tests.support.roles.snapshots.writer KEYS PROGRESS`` reads a line ``<incarnation> <where>`` at a time and forks: the child is the member, its pid is the answer. Every byte
-of a snapshot is its step. ``where`` it kills itself in the third step it does: ``copy`` (half of the bytes are new),
-``digest``, ``head`` (half of it is written), ``sealed``; or ``never``. PROGRESS is a file of 8 bytes: the step begun.
+``python -m rrl.tests.support.roles.snapshots.writer KEYS PROGRESS`` reads a line ``<incarnation> <where>`` at a time
+and forks: the child is the member, its pid is the answer. Every byte of a snapshot is its step. ``where`` it kills
+itself in the third step it does: ``copy`` (half of the bytes are new), ``digest``, ``head`` (half of it is written),
+``sealed``; or ``never``. PROGRESS is a file of 8 bytes: the step begun.
 """
 
 from __future__ import annotations
