@@ -78,7 +78,7 @@ def test_a_killed_trainer_goes_on_at_once_as_the_shadow_of_its_node(tmp_path: Pa
     told = run.call("logs", str(run.run.path), f"{TRAINER}#2", "--json", stdout=subprocess.PIPE)
     lines = [json.loads(line) for line in told.communicate(timeout=60)[0].splitlines()]
     assert [(line["life"], line["text"]) for line in lines] == [
-        ("trainer/0#2", f"rrl: {shadow.life} becomes trainer/0#2")
+        ("trainer/0#2", f"INFO rrl.worker: {shadow.life} becomes trainer/0#2")
     ]
     [recovery] = run.summary()["recoveries"]
     assert (recovery["replica"], recovery["incarnation"]) == (TRAINER, 2)
