@@ -30,6 +30,9 @@ def _global(
     runs_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where runs lie. Default: $RRL_RUNS_DIR, else ~/rrl-runs.")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log at level debug, here and in the run that is started.")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
     """Reinforcement-learning post-training on Slurm that goes on when machines fail.
@@ -46,6 +49,11 @@ def _global(
         from .common.output import print_version
 
         raise typer.Exit(print_version())
+    if verbose:
+        from ..core.log_lines import LOG_LEVEL_ENV, start_logging
+
+        os.environ[LOG_LEVEL_ENV] = "debug"
+        start_logging()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
     elif runs_dir is not None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from ..core.text import escaped_lines
 
+DEFAULT_LEVEL = "warning"
+"""of what a command logs; its own output is printed. A manager logs at the level of its run."""
 DEBUG_ENV = "RRL_DEBUG"
 """Set to see the traceback of an unexpected error."""
 
@@ -43,6 +45,9 @@ def _run(arguments: list[str]) -> int:
         from .common.output import print_version
 
         return print_version()
+    from ..core.log_lines import start_logging
+
+    start_logging(DEFAULT_LEVEL)
     if arguments[:1] == ["status"] and len(arguments) <= 2 and not any(word.startswith("-") for word in arguments):
         from .run.status import status
 

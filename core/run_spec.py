@@ -6,6 +6,8 @@ view: it is part of the journal, so that ``rrl status`` needs neither pydantic n
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import Struct
 
@@ -102,12 +104,18 @@ class ContainerView(Struct, frozen=True):
     """in the image, with rrl installed"""
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+DEFAULT_LOG_LEVEL: LogLevel = "info"
+
+
 class ManagerView(Struct, frozen=True):
     where: str = "job"
     """``job``: a small Slurm job of its own; ``pool``: on the pool's first node"""
     sbatch: dict[str, str] = {}
     walltime: float = 0.0
     """of its own job (s), which the next manager's follows; 0: the run's, and a margin"""
+    log_level: LogLevel = DEFAULT_LOG_LEVEL
+    """of the manager's own messages, and those of agents, launchers and workers"""
 
 
 class Part(Struct, frozen=True):

@@ -7,7 +7,6 @@ variants make text of roles, nodes and users safe to print.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 from collections.abc import Iterator
@@ -75,8 +74,12 @@ def last_lines_of(path: Path) -> str:
 
 
 def refuse(why: object) -> NoReturn:
-    """Ends the process."""
-    print(f"rrl: {' '.join(str(why).split())}", file=sys.stderr, flush=True)
+    """End the process with exit code 2 and the reason in one line on stderr.
+
+    The line is no log message: the launcher reads the last line of a role's command and reports it as the reason of its
+    failure, and a person at a terminal reads it as that of any command."""
+    sys.stderr.write(f"rrl: {' '.join(str(why).split())}\n")
+    sys.stderr.flush()
     raise SystemExit(2)
 
 
@@ -88,12 +91,6 @@ def refusing(mistakes: type[Exception] = ValueError) -> Iterator[None]:
         yield
     except mistakes as error:
         refuse(error)
-
-
-def say(text: str) -> None:
-    """Never raises: that output lies on the run's disk, which may be full."""
-    with contextlib.suppress(OSError):
-        print(f"rrl: {text}", file=sys.stderr, flush=True)
 
 
 def on_one_line(what: object) -> str:

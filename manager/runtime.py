@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -19,7 +19,6 @@ import msgspec
 from ..core.launch import ExitReason
 from ..core.run_dir import RunDir, write_atomically
 from ..core.run_spec import JobView
-from ..core.text import say
 from ..core.types import SHADOW, TRAINER, Life, NodeName, Outcome, rank_of, role_of
 from ..health.detection.detect import detect
 from ..health.detection.detectors.liveness import unheard
@@ -68,6 +67,8 @@ from .reporting.summary import write_summary
 from .storage import resume_request
 from .storage.journal import Journal
 from .storage.lease import Lease, LeaseLost
+
+_log = logging.getLogger("rrl.manager")
 
 REMOVED = 10
 """tries to renew the lease, two leases in all, that find no run directory: then it was removed for good"""
@@ -207,6 +208,7 @@ class Manager:
         """Journal (durable at the next flush), fold, and have the loop look at it."""
         seq = self._state.seq + 1 if self._state is not None else 1
         stamped = ev.Stamped(seq, self.now(), self._lease.epoch, event)
+        _log.debug("event %d: %s", seq, type(event).__name__)
         self._journal.append(stamped)
         before, self._state = self._state, fold(self._state, stamped)
         self._onlookers.notice(before, self._state, stamped)
@@ -361,7 +363,7 @@ class Manager:
             if self._journal.full:
                 await asyncio.to_thread(self._journal.rotate, self.state)
         except OSError as error:
-            say(f"the journal cannot be written, no action is taken: {error}")
+            _log.error("the journal cannot be written, so no action is taken: %s", error)
             return False
         return True
 
@@ -373,7 +375,7 @@ class Manager:
             try:
                 await self._ear.hear(incoming)
             except (OSError, ValueError, KeyError) as error:  # one message must not end the manager
-                say(f"{type(incoming.message).__name__} could not be heard: {error!r}")
+                _log.warning("cannot handle a %s message: %r", type(incoming.message).__name__, error)
 
     def _looked(self) -> None:
         """Ends are read beside everything else: storage that hangs keeps nobody from being heard."""
@@ -392,7 +394,7 @@ class Manager:
                 await asyncio.to_thread(self._lease.renew)
                 removed = 0
             except OSError as error:
-                say(f"the lease cannot be renewed: {error}")
+                _log.warning("cannot renew the lease: %s", error)
                 removed = removed + 1 if await asyncio.to_thread(self._run_dir.removed) else 0
         await self._abandon()
 
@@ -402,7 +404,7 @@ class Manager:
             try:
                 await self._cluster.release(tag)
             except (Refused, Unanswered) as error:
-                say(f"{tag} could not be given back: {error}")
+                _log.warning("cannot release allocation %s: %s", tag, error)
         self.leave("its run directory was removed")
 
     async def _mailbox(self) -> None:
@@ -423,7 +425,8 @@ class Manager:
             return
         if order.id not in self.state.commands:  # else a predecessor recorded it, and came no further
             if self.state.outcome is None or order.ended != self.state.ended:
-                say(f"{order.by} ordered too late that the run goes on: it does already, or has ended once more")
+                why = "the run is already running, or has ended again since the request"
+                _log.warning("ignored resume request by %s: %s", order.by, why)
                 await asyncio.to_thread(resume_request.drop, self._run_dir)
                 return
             self.record(ev.Resumed(order.by, order.id, order.job))
@@ -472,7 +475,7 @@ class Manager:
         try:
             self._journal.close()
         except OSError as error:
-            say(f"the newest records cannot be written: {error}")
+            _log.error("the newest journal records cannot be written: %s", error)
 
     async def _release_lease(self) -> None:
         with contextlib.suppress(LeaseLost, OSError):  # a successor took over, or storage is away: it is waited out
@@ -487,10 +490,10 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 async def _again(sense: Callable[[], Awaitable[None]]) -> None:
-    """Storage or a cluster that misbehaves must not end the manager: say so, and go on after a moment."""
+    """Storage or a cluster that misbehaves must not end the manager: log it, and go on after a moment."""
     while True:
         try:
             await sense()
         except (OSError, ValueError, KeyError, msgspec.MsgspecError):
-            say(traceback.format_exc())
+            _log.exception("a periodic task of the manager failed; trying again in %g s", HUNGRY)
         await asyncio.sleep(HUNGRY)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from ..core.text import refusing
 from .models.tasks import Task, TaskError, load_task
 from .models.tokenizer import Tokenizer, open_tokenizer
 from .trajectories.types import Score, ToScore
+
+_log = logging.getLogger("rrl.reward")
 
 
 class Scorer:
@@ -47,9 +49,8 @@ class Scorer:
     def _told_once(self, why: str, item: ToScore) -> str:
         if why not in self._told:
             self._told.add(why)
-            print(f"rrl: {why} (item {item.item}); its group is dropped. Said once.", file=sys.stderr, flush=True)
-            if sys.exc_info()[0] is not None:
-                traceback.print_exc()
+            raised = sys.exc_info()[0] is not None
+            _log.warning("%s (item %s); its group is dropped; logged once", why, item.item, exc_info=raised)
         return why
 
 

@@ -63,7 +63,9 @@ def resolve(job: Job, python: str) -> run_spec.JobView:
         network=job.transport.network,
         weights=job.transport.weights,
         staleness=job.sampling.staleness if isinstance(job.sampling.staleness, int) else None,
-        manager=run_spec.ManagerView(job.manager.where, {**kept, **own}, job.cluster.job_walltime or 0.0),
+        manager=run_spec.ManagerView(
+            job.manager.where, {**kept, **own}, job.cluster.job_walltime or 0.0, job.manager.log_level
+        ),
         limits=msgspec.structs.replace(job.merged_limits(), stragglers=job.health.stragglers),
         recovery=msgspec.convert(job.recovery.model_dump(), run_spec.Recovery),
         health=msgspec.convert(job.health.model_dump(), run_spec.HealthView),

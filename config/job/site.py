@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from ...core.run_spec import DEFAULT_LOG_LEVEL, LogLevel
 from ...core.units import Size
 from .base import SbatchOptions, Table, Time, TimeIfAny
 
@@ -90,13 +91,15 @@ class ClusterTable(Table):
 
 
 class ManagerTable(Table):
-    """Where the manager runs, if the cluster is Slurm's."""
+    """Where the manager runs, if the cluster is Slurm's, and what rrl's processes log."""
 
     where: Literal["job", "pool"] = "job"
     """job: a small Slurm job of its own; pool: on the first node of the pool, where no partition takes so small a job
     or where jobs may not submit jobs; or use: rrl submit --foreground"""
     slurm: SbatchOptions = {}
     """sbatch options of its own job; default: partition, account, qos and reservation of [slurm]"""
+    log_level: LogLevel = DEFAULT_LOG_LEVEL
+    """lowest level of the messages that the manager, agents, launchers and workers log; rrl --verbose: debug"""
 
 
 class EnvTable(Table):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import os
 import shlex
 import sys
@@ -22,12 +23,13 @@ from typing import Any
 
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import JobView
-from ...core.text import say
 from ..cluster.base import Refused, Unanswered
 from ..cluster.slurm.commands import MANAGER, SlurmLimits, environment, execute, failure, unanswered
 from ..cluster.slurm.requests import script
 from ..planner.capacity.initial_request import first_asks
 from .pool_supervisor import MANAGE
+
+_log = logging.getLogger("rrl.manager")
 
 POOL_LOG = "pool.log"
 """in the folder of submitit: output of the pool's script and of the managers that it keeps"""
@@ -141,8 +143,10 @@ async def keep_successor(run: RunDir, view: JobView, manage: Callable[[RunDir], 
         except (Refused, Unanswered, RuntimeError, OSError) as error:
             if isinstance(error, Unanswered) or unanswered(str(error)):
                 continue  # Slurm is away for a while, or has queued it after all: the next look tells
-            say(f"no successor could be queued, this is the last manager that starts by itself: {error}; should it end"
-                f" before the run does: rrl manage {run.id}")  # fmt: skip
+            _log.warning(
+                "cannot queue a successor, this is the last manager that starts by itself: %s; if it ends before the"
+                " run does: rrl manage %s", error, run.id,
+            )  # fmt: skip
             return
 
 

@@ -9,11 +9,13 @@ nodes go on, and ``rrl manage RUN`` on the login node takes over.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from ...core.log_lines import start_logging
 from ...core.run_dir import RunDir
 from ..model.state import State
 from ..storage.journal import Follower, JournalError
@@ -27,14 +29,16 @@ SETTLED = 60.0
 MAX_FUTILE_STARTS = 5
 """managers in a row that ended with nothing to hold the nodes for: somebody removed the run directory, or none of them
 could begin the run. With the pauses between them they take 15 s, so that no single moment decides"""
-PREFIX = "rrl hold"
-"""how the lines of this process begin, which its managers' output lies among"""
+LOGGER = "rrl.pool_supervisor"
+"""names the lines of this process, which share a file with the output of its managers"""
+_log = logging.getLogger(LOGGER)
 MANAGE = "import sys; from pathlib import Path; from rrl.core.run_dir import RunDir; " \
           "from rrl.manager.bootstrap.start import run_here; run_here(RunDir(Path(sys.argv[1])))"  # fmt: skip
 """a program whose argument is the run directory: one manager"""
 
 
 def main() -> int:
+    start_logging()
     run = RunDir(Path(sys.argv[1]))
     pause, futile = PAUSE, 0
     while not _surely_ended(run):
@@ -44,10 +48,10 @@ def main() -> int:
             break
         futile = futile + 1 if _nothing_runs(run) else 0
         if futile >= MAX_FUTILE_STARTS:
-            _say(f"{futile} managers in a row ended before the run began; its nodes are given back")
+            _log.error("%d managers in a row ended before the run began; its nodes are given back", futile)
             return 1
         pause = PAUSE if time.monotonic() - began > SETTLED else pause
-        _say(f"the manager ended with {code} before the run did; another one follows in {pause:g} s")
+        _log.warning("the manager ended with %d before the run did; another one follows in %g s", code, pause)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST)
     return 0
@@ -58,7 +62,7 @@ def _surely_ended(run: RunDir) -> bool:
     try:
         return ended(run)
     except (JournalError, OSError) as error:
-        _say(str(error))
+        _log.warning("%s", error)
         return False
 
 
@@ -69,10 +73,6 @@ def _nothing_runs(run: RunDir) -> bool:
         return run.removed() or awaits_manager(run, Follower(run).state())
     except (JournalError, OSError):
         return False
-
-
-def _say(text: str) -> None:
-    print(f"{PREFIX}: {text}", flush=True)
 
 
 def awaits_manager(run: RunDir, state: State | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import getpass
+import logging
 import os
 import secrets
 import shutil
@@ -24,10 +25,10 @@ import msgspec
 from ...config.job.load import resolved
 from ...config.job.resolve import resolve
 from ...config.job.schema import Job
+from ...core.log_lines import start_logging
 from ...core.processes import raise_nofile
 from ...core.run_dir import HISTORY_ENV, RunDir, runs_root, write_atomically
 from ...core.run_spec import JobView
-from ...core.text import say
 from ...core.types import Outcome
 from ...transport.address import NoAddress, own_address
 from ...transport.keys import RunKeys
@@ -40,6 +41,8 @@ from ..storage.resume_request import Order, order, pending, withdraw
 from . import manager_job
 from .pool_supervisor import ended
 from .start_failure import CONTROLLER_LOG, HOST_FILE
+
+_log = logging.getLogger("rrl.manager")
 
 RETRIES = 3
 """times that a manager which ended by an error of its own is followed by another one in the same process"""
@@ -176,6 +179,7 @@ def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> st
     A manager that ends by an error of its own is followed by another. ``by_hand``: somebody waits for it, who is told
     at once where storage has no room, with an OSError; unattended, it tries again, for there may be room by then.
     SIGTERM makes it leave in order (roles go on, the next manager adopts them); SIGINT in the foreground cancels."""
+    start_logging()
     raise_nofile()  # a descriptor for each step, agent and worker
     for attempt in range(RETRIES + 1):
         try:
@@ -188,9 +192,9 @@ def run_here(run: RunDir, foreground: bool = False, by_hand: bool = False) -> st
             if attempt == RETRIES or (without_room and by_hand):
                 raise
             if without_room:
-                say(f"{error}; the manager tries again in {RETRY_PAUSE:.0f} s")
+                _log.error("%s; the manager tries again in %.0f s", error, RETRY_PAUSE)
             else:
-                traceback.print_exc()
+                _log.exception("the manager failed; another one starts in %.0f s", RETRY_PAUSE)
             time.sleep(RETRY_PAUSE)  # the next epoch adopts what lives, as it would after any death of a manager
     raise AssertionError
 
@@ -203,6 +207,7 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     else:
         view = msgspec.json.decode(run.view.read_bytes(), type=JobView)
         source = str(msgspec.json.decode(run.resolved.read_bytes())["source"])
+    start_logging(view.manager.log_level)
     cluster, host = _cluster(run, view)
     manager = Manager(run, cluster, view, source, host)
     loop = asyncio.get_running_loop()
@@ -214,14 +219,14 @@ async def _run(run: RunDir, foreground: bool) -> Outcome | None:
     try:
         outcome = await manager.run(os.environ.get("SLURM_JOB_ID", ""))
     except LeaseLost as error:
-        say(f"{error}; leaving")
+        _log.warning("%s; this manager leaves", error)
         return None
     finally:
         succession.cancel()
         await asyncio.gather(succession, return_exceptions=True)
     queued = outcome is not None and view.cluster == "slurm" and view.manager.where == "job"
     if queued and (left := await manager_job.withdraw(run.id, view)):
-        say(f"a manager may still wait in the queue, and will leave at once: {left}")
+        _log.warning("cannot cancel the pending manager job; it will leave as soon as it starts: %s", left)
     return outcome
 
 

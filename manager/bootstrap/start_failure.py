@@ -18,13 +18,16 @@ from ...core.text import escaped
 from ..cluster.base import Refused, Unanswered
 from ..storage.resume_request import ordered_at
 from . import manager_job
-from .pool_supervisor import PREFIX
+from .pool_supervisor import LOGGER
 
 HOST_FILE = "host"
 """in the folder of submitit: name of the machine that the manager of a local run was started on"""
 CONTROLLER_LOG = "controller.log"
 """there too: what the submission of a local manager wrote, and submitit's process that watches it"""
-_OF_OTHERS = (re.compile(rf"(srun|slurmstepd|slurmd|submitit|{PREFIX})\b"), re.compile("srun|submitit"))
+_OF_OTHERS = (
+    re.compile(rf"(srun|slurmstepd|slurmd|submitit|\S+ [A-Z]+ {re.escape(LOGGER)}:)"),
+    re.compile("srun|submitit"),
+)
 """How lines begin that Slurm, submitit and the pool's script add to the log of a manager. Of a program that could not
 be started slurmstepd says why; srun, which comes last, only that it ended."""
 _TAIL_BYTES = 64 * 1024

@@ -8,12 +8,10 @@ the cluster is done here too: write launch files, send requests to steps and age
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import traceback
+import logging
 from collections.abc import Awaitable, Callable
 
 from ...core.run_dir import RunDir
-from ...core.text import say
 from ...transport import messages as msg
 from ...transport.control.endpoints import Send
 from ..cluster.base import Cluster, Refused, Step, Unanswered
@@ -23,6 +21,8 @@ from ..model.events import Done, Event
 from ..model.state import State
 from ..storage.lease import LeaseLost
 from .launch import job_dir_of, write_launch
+
+_log = logging.getLogger("rrl.manager")
 
 AGAIN = 5.0
 """s before a stop or a release that nobody answered is asked for again: both are repeatable"""
@@ -92,8 +92,7 @@ class Executor:
             except Unanswered:
                 pass
             except Exception:  # whatever a cluster can come up with must not leave an intent open for ever
-                with contextlib.suppress(OSError):  # our own output may lie on a full disk
-                    traceback.print_exc()
+                _log.exception("action %s of %s failed unexpectedly", type(action).__name__, action.tag)
             if isinstance(action, Request | Launch | Perform):
                 return  # settled by its tag, or not worth a second try: asking twice could give two
             await asyncio.sleep(pause)
@@ -189,7 +188,7 @@ class Deeds:
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            say(str(task.exception()))
+            _log.error("an action failed: %s", task.exception())
 
 
 async def _within(event: asyncio.Event, seconds: float) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.launch import BEAT_ENV, Launch
+from ...core.log_lines import LOG_LEVEL_ENV
 from ...core.role_environment import ALLOWED, OF_THE_HOST, passing, prelude
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import ContainerView, JobView, Resources, RoleView
@@ -211,6 +212,7 @@ def environment(job: JobView, each: Resources, job_dir: str) -> dict[str, str]:
         inherited["PATH"] = os.pathsep.join((folder, inherited.get("PATH", os.defpath)))
     return inherited | {
         BEAT_ENV: str(job.limits.beat),
+        LOG_LEVEL_ENV: os.environ.get(LOG_LEVEL_ENV) or job.manager.log_level,
         "RRL_JOB_DIR": job_dir,
         "OMP_NUM_THREADS": str(each.cpus),
         "PYTHONUNBUFFERED": "1",

@@ -7,6 +7,7 @@ nodes or replicas show at once. The baselines that a new manager inherits from t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
 
@@ -14,7 +15,6 @@ import msgspec
 from msgspec.structs import replace
 
 from ...core.run_spec import HealthView
-from ...core.text import say
 from ...core.types import (
     AGENT,
     WORST_FIRST,
@@ -37,6 +37,8 @@ from ..model import events as ev
 from ..model.events import Learned
 from ..model.queries import workers
 from ..model.state import State, Status
+
+_log = logging.getLogger("rrl.manager")
 
 OWN = frozenset(detector.__name__ for detector in NODE_DETECTORS)
 """detectors by which the manager itself judges nodes; what else is found on one is its agent's word"""
@@ -216,14 +218,18 @@ class Findings:
         """An agent joins: what it finds is recorded before anything is placed on its node."""
         strange = [one for one in hello.findings if not is_about(one, hello.life, hello.node)]
         if strange:
-            say(f"{hello.life} says what is not its to say, of {strange[0].key}: refused")
+            _log.warning(
+                "ignored finding %s from %s: an agent may only report its own node", strange[0].key, hello.life
+            )
         self._said.greeted(hello, also, self._now())
         self.tell()
 
     def found(self, message: Found) -> None:
         """Handle a finding reported by the current agent of a node; ignore one that is about another node."""
         if not is_about(message.finding, message.life, message.node):
-            say(f"{message.life} says what is not its to say, of {message.finding.key}: refused")
+            _log.warning(
+                "ignored finding %s from %s: an agent may only report its own node", message.finding.key, message.life
+            )
             return
         self._said.found(message, self._now())
         self.tell()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -25,7 +26,6 @@ from msgspec.structs import replace
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir, write_atomically
-from ...core.text import say
 from ...core.types import AGENT, STACKS, Cause, Evidence, Finding, Life, Remedy, ReplicaId, Verdict, gang_of, replica_id
 from ...health.detection.attribution.stack_groups import Grouped, group, main_threads_only, told
 from ...health.detection.detectors.liveness import worker_silence
@@ -36,6 +36,8 @@ from ...transport.control.endpoints import Send
 from ..model import events as ev
 from ..model.state import State
 from .finding_gate import heeded
+
+_log = logging.getLogger("rrl.manager")
 
 WITHIN = 7.0
 """s that stacks may take, and a FAIL without an earlier warning is held back for them: an agent answers within 2 + 4 s
@@ -213,7 +215,7 @@ class Suspicion:
             self._run.stacks.mkdir(mode=0o700, exist_ok=True)
             write_atomically(path, "".join(_document(taking, told(grouped))).encode("utf-8", "replace"))
         except OSError as error:
-            say(f"stacks of {taking.life} cannot be kept: {error}")
+            _log.warning("cannot save the stacks of %s: %s", taking.life, error)
             return grouped, ""
         return grouped, str(path.relative_to(self._run.path))
 
@@ -230,7 +232,7 @@ class Suspicion:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            say(f"a suspect could not be looked into: {error!r}")
+            _log.error("the investigation of a suspected hang failed: %r", error)
 
 
 def _hangs(finding: Finding) -> Life | None:

@@ -7,6 +7,7 @@ that left no exit record, the output of its launcher and of its first process is
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 
 from ...core.launch import ExitReason, ExitRecord, read_exit, tag_of
 from ...core.run_dir import RunDir
-from ...core.text import absent, escaped, last_lines_of, say
+from ...core.text import absent, escaped, last_lines_of
 from ...core.types import AGENT, SHADOW, Life, ReplicaId, replica_id, role_of, stands_for
 from ...health.detection.watch import Watch
 from ...transport import messages as msg
@@ -27,6 +28,8 @@ from ..model.state import NEVER_APPEARED, State, Status
 from .admission import GpusTaken, memory_locks
 from .finding_gate import Findings, is_agent_of
 from .standby_promotion import Adoptions
+
+_log = logging.getLogger("rrl.manager")
 
 
 def words_of(run: RunDir, tag: str) -> str:
@@ -102,7 +105,7 @@ class Ear:
         elif not self._state().believed(message.life):
             await self._unbelieved(incoming, message)
         elif isinstance(message, msg.AgentHello | msg.AgentBeat) and not is_agent_of(message.life, message.node):
-            say(f"{message.life} speaks for {message.node}: refused")
+            _log.warning("ignored a message from %s: it is not the agent of %s", message.life, message.node)
         elif isinstance(message, msg.Hello | msg.AgentHello):
             await self._greeting(incoming, message)
         elif incoming.peer in self._voices.get(message.life, ()):
@@ -111,7 +114,7 @@ class Ear:
                 grace = self._state().job.limits.step_grace
                 await self._send(incoming.peer, msg.Stop(message.life, grace, "its work is done"), None)
         elif isinstance(message, msg.Found):
-            say(f"{message.life} finds something, but on a connection on which it never greeted: refused")
+            _log.warning("ignored a finding from %s: no Hello came on its connection", message.life)
 
     async def _unbelieved(self, incoming: Incoming, message: Any) -> None:
         if self._state().verdict is not None:
@@ -156,7 +159,7 @@ class Ear:
         first = replica.first if replica.step == message.tag else None
         if first is not None and (first.node, first.pid) != (message.node, message.pid):
             why = f"{message.tag} is process {first.pid} on {first.node}, not {message.pid} on {message.node}"
-            say(f"{why}: the second one is sent away")
+            _log.warning("%s: the second process is not admitted", why)
             await self._send(incoming.peer, msg.Admitted(message.tag, False, why, another=True), incoming.ask)
             return
         if state.verdict is not None and (held is not None or (replica.step == message.tag and replica.pid)):
@@ -169,7 +172,7 @@ class Ear:
         why = "" if ok else f"{life} is not wanted (newest is {replica.life}, {replica.status})"
         if ok and first is None and message.node != replica.node:  # room there is taken by others, or not ours
             ok, why = False, f"{message.tag} runs on {message.node}, and was launched on {replica.node}"
-            say(f"{why}: it is sent away")
+            _log.warning("%s: the process is not admitted", why)
             self._record(ev.Done(message.tag, False, why, reason=RejectReason.REFUSED))
         if ok:
             self.steps[message.tag] = incoming.peer
@@ -259,13 +262,13 @@ class Ear:
         known = self._state().replica(life.replica)
         if known.step is not None and known.step != message.tag:
             told = f"{life} is the step {known.step}, not {message.tag}"
-            say(f"{told}: the second one is refused")
+            _log.warning("%s: the second process is fenced", told)
             await self._send(incoming.peer, msg.Fenced(life, told, message.tag), None)
             return
         joined = known.status is Status.JOINED and known.pid is not None and life not in self._left
         if joined and (known.host, known.pid) != (message.host, message.pid):
             told = f"{life} is process {known.pid} on {known.host}, not {message.pid} on {message.host}"
-            say(f"{told}: the second one is refused")
+            _log.warning("%s: the second process is fenced", told)
             await self._send(incoming.peer, msg.Fenced(life, told), None)
             return
         self._left.discard(life)

@@ -7,6 +7,7 @@ Hello, not here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,6 @@ from pathlib import Path
 
 from ...core.launch import tag_of
 from ...core.run_dir import RunDir
-from ...core.text import say
 from ...core.types import Life
 from ...transport.control.endpoints import Send
 from ...transport.messages import Become, Hello
@@ -23,6 +23,8 @@ from ..model.actions import Launch
 from ..model.queries import became
 from ..model.state import State
 from .admission import GpusTaken
+
+_log = logging.getLogger("rrl.manager")
 
 RECONNECT = 2.0
 """s for a shadow that is believed to be there to be heard: one whose manager died dials the next within 1 s"""
@@ -87,4 +89,4 @@ def mark_log(run: RunDir, life: Life, shadow: Life) -> None:
         with suppress(FileExistsError):
             os.symlink(run.log_file(tag_of(run.id, shadow)).name, link)
     except OSError as error:  # a full disk: its lines are found as the shadow's
-        say(f"{Path(link).name}: {error}")
+        _log.warning("cannot link the log %s to the log of its standby: %s", Path(link).name, error)

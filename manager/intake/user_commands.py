@@ -6,6 +6,7 @@ runs: the next one takes what waits.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from pathlib import Path
@@ -16,10 +17,11 @@ from msgspec import Struct
 from ...core.faults import MANAGER, TRAITS, Fault, Hits, Misfit, Unfit, unfit
 from ...core.run_dir import RunDir
 from ...core.run_spec import JobView
-from ...core.text import say
 from ...core.types import AGENT, SHADOW
 from ..model import events as ev
 from ..model.state import State
+
+_log = logging.getLogger("rrl.manager")
 
 _LARGEST = 4 * 2**20
 """bytes of a letter that are read; a command has some hundred"""
@@ -49,7 +51,7 @@ def letters(run: RunDir) -> list[Letter]:
         try:
             letter = msgspec.json.decode(_read(path, owner), type=Letter)
         except (OSError, msgspec.MsgspecError) as error:
-            say(f"the mailbox holds no command in {path.name}: {error}")
+            _log.warning("%s in the mailbox is not a valid command, it is set aside: %s", path.name, error)
             path.rename(path.with_suffix(".bad"))
             continue
         waiting.append(msgspec.structs.replace(letter, id=path.stem))

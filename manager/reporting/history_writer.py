@@ -5,6 +5,7 @@ lines, never the run. What is lost is said once, counted, and noted in the file 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pwd
 import queue
@@ -13,11 +14,12 @@ import time
 from pathlib import Path
 
 from ...core.run_spec import JobView
-from ...core.text import say
 from ...health.history.records import MAX_FILE_BYTES, MAX_FILE_RECORDS, Alive, Lost, Record, file_name, line
 from ..model import events as ev
 from ..model.state import State
 from .history_events import Chronicle
+
+_log = logging.getLogger("rrl.manager")
 
 MOST_WAITING = 4096
 """records that wait for storage; at some 400 bytes each, 2 MiB"""
@@ -81,7 +83,7 @@ class HistoryKeeper:
             self.lost += lines
             first, self._said = not self._said, True
         if first:
-            say(f"history: lines are lost, and the run goes on without them: {self._path}: {why}")
+            _log.warning("health history: lines are lost, the run continues without them: %s: %s", self._path, why)
 
     # ── in the thread ──────────────────────────────────────────────────────────────────────────────────────────────
     def _keep(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 
 import msgspec
 
 from ...core.run_dir import RunDir, write_atomically
-from ...core.text import say
 from ...core.types import Life
 from ...transport.control.endpoints import Address, Listener
 from ...transport.control.log_messages import LOGS, Lines, Taken
@@ -22,6 +22,8 @@ from ..model.queries import became, named_by
 from ..model.state import State
 from . import log_buffers
 from .log_buffers import Copies
+
+_log = logging.getLogger("rrl.manager")
 
 LOOK = 0.5
 """s between two looks at copies that are due"""
@@ -97,7 +99,7 @@ class LogCollector:
             self._loop.run_until_complete(self._listen(run, keys, epoch, host, tell))
         except Exception as error:
             tell(error)
-            say(f"logs are no longer collected: {error!r}")
+            _log.error("logs of roles are no longer collected: %r", error)
         finally:
             self._loop.close()
 

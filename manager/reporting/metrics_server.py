@@ -5,6 +5,7 @@ never, and no client, however slow or eager, takes more than a few threads and d
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -14,7 +15,8 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 
 from ...core.run_dir import RunDir, write_atomically
-from ...core.text import say
+
+_log = logging.getLogger("rrl.manager")
 
 Collect = Callable[[], Iterable[Any]]
 """families of prometheus_client, as of now"""
@@ -63,7 +65,7 @@ class MetricsServer:
             told = f"[{here}]" if ":" in here else here
             write_atomically(self._run.metrics, f"{told}:{server.server_address[1]}\n".encode())
         except (OSError, OverflowError, ValueError) as error:
-            say(f"metrics are not served at {self._address}: {error}")
+            _log.warning("metrics are not served at %s: %s", self._address, error)
 
 
 class _Page:

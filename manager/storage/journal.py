@@ -10,6 +10,7 @@ Frame: u32 length, u32 crc32, payload (msgpack). A torn last frame is a write th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import struct
 import threading
@@ -21,10 +22,12 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import RunDir
-from ...core.text import escaped, say
+from ...core.text import escaped
 from ..model.events import Stamped
 from ..model.reducer import fold
 from ..model.state import State
+
+_log = logging.getLogger("rrl.manager")
 
 SCHEMA = 2
 """Version of the records. A journal of another version is refused in one line: nothing is decided from it.
@@ -88,8 +91,8 @@ class Journal:
         self.state = follower.state()
         """what the journal said when this epoch took it over; None for a new run"""
         if torn := follower.torn:
-            told = f"{follower.where[0]}: {torn} bytes of an unfinished record are ignored"
-            say(f"{told}; nobody was told of it")
+            where = follower.where[0]
+            _log.warning("%s: %d bytes of an unfinished record are ignored; no action was taken on it", where, torn)
         before, accepted = follower.where
         if before:
             _sync(run.journal / before)  # its writer may have died between a write and its sync, and we count on both

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import socket
@@ -18,7 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from ...core.run_dir import RunDir, write_atomically
-from ...core.text import say
+
+_log = logging.getLogger("rrl.manager")
 
 RELEASED = -1
 """Counter of a manager that left in order: its successor need not wait."""
@@ -174,7 +176,9 @@ async def _wait_until_still(run: RunDir, epoch: int, patience: float) -> None:
             since = math.inf
             if str(error) != told:
                 told = str(error)
-                say(f"whether a manager of {run.id} lives cannot be seen, and is waited for: {told}")
+                _log.warning(
+                    "cannot see whether a manager of %s is running, waiting until it can be seen: %s", run.id, told
+                )
         else:
             if held is not None and held.counter == RELEASED:
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -21,7 +22,8 @@ from msgspec import Struct
 
 from ...core.run_dir import RunDir, write_atomically
 from ...core.run_spec import JobView
-from ...core.text import say
+
+_log = logging.getLogger("rrl.manager")
 
 _LETTER = "order.json"
 
@@ -71,7 +73,7 @@ def pending(run: RunDir) -> Order | None:
         except FileNotFoundError:
             continue
         except msgspec.MsgspecError as error:
-            say(f"{folder} holds no order, and is put aside: {error}")
+            _log.warning("%s does not hold a valid resume request, it is set aside: %s", folder, error)
             _put_aside(run, folder)
     return None
 

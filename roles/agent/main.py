@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -23,12 +24,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...core.launch import BEAT_ENV, ExitReason, Launch, read_exit, read_launch
+from ...core.log_lines import LOG_LEVEL_ENV, start_logging
 from ...core.processes import AGENT_MODULE, STEP_MODULE, Process, look, open_pidfd, processes, send, sweep
+from ...core.run_spec import DEFAULT_LOG_LEVEL
+from ...core.text import refuse
 from ...core.types import AGENT, Life, role_of
 from ...transport.address import NoAddress
 from ...transport.messages import AgentBeat, AgentHello, Fenced, Gone, Inject, Load, TakeStacks
 from ..launcher.environment import ADDRESS_ENV, boot_id, on_this_node, raise_limits, see_all_gpus
-from ..launcher.first_process import FirstProcess, say
+from ..launcher.first_process import FirstProcess, log_failure
 from ..launcher.process_group import Census
 from ..snapshots.server import Keeper
 from .admission import admit, limits, looked_after, probe
@@ -38,6 +42,8 @@ from .stack_dumps import take
 
 if TYPE_CHECKING:
     from .node_monitor import NodeHealth
+
+_log = logging.getLogger("rrl.agent")
 
 BEAT = 1.0
 RECHECK = 0.2
@@ -52,12 +58,14 @@ ALONE = 2
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print("usage: python -m rrl.roles.agent.main FILE.launch", file=sys.stderr)
-        return 2
+        refuse("usage: python -m rrl.roles.agent.main FILE.launch")
     raise_limits()
     see_all_gpus()
     launch_file = os.path.abspath(sys.argv[1])
-    asyncio.run(_live(read_launch(Path(launch_file)), launch_file))
+    launch = read_launch(Path(launch_file))
+    os.environ.setdefault(LOG_LEVEL_ENV, launch.env.get(LOG_LEVEL_ENV, DEFAULT_LOG_LEVEL))  # the readers inherit it
+    start_logging()
+    asyncio.run(_live(launch, launch_file))
     return 0
 
 
@@ -267,7 +275,7 @@ class _Agent:
         if swept and self._health is not None:
             self._health.killed()
         if left:
-            print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
+            _log.error("processes do not end on SIGKILL: %s", [process.pid for process in left])
 
     async def _end_life(self, life: Life, tag: str) -> None:
         """Another life on this node is no longer believed, and perhaps does not hear it. One that a shadow became is
@@ -295,10 +303,10 @@ class _Agent:
         await self._sweep([path for path, launch in self._launches.items() if launch and path != mine], _any)
 
     def _keep(self, task: asyncio.Future[Any]) -> None:
-        """Tasks that nobody waits for are held until they end, and say what went wrong."""
+        """Tasks that nobody waits for are held until they end; what went wrong in them is logged."""
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        task.add_done_callback(say)
+        task.add_done_callback(log_failure)
 
 
 def _removed(folder: Path, device: int) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
@@ -29,6 +29,8 @@ from ...health.readers.isolation.client import Keeper
 from ...health.readers.samples import DcgmData, Gpu, NvmlData
 from ...transport.messages import Found
 from ..launcher.environment import boot_id, readers_of, slurms_gpus
+
+_log = logging.getLogger("rrl.agent")
 
 _MOST = 1 << 20
 """bytes; what is longer is none of ours"""
@@ -224,7 +226,7 @@ class NodeHealth:
             self._unwatched(f"the node's health is not watched any more: {error!r}")
 
     def _unwatched(self, why: str) -> None:
-        print(f"rrl: {why}", file=sys.stderr, flush=True)
+        _log.error("%s", why)
         finding = own_finding(self._launch, "watching", why, self.now())
         self._found = self._found | {finding.key: finding}
         self._news.set()

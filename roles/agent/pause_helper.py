@@ -35,7 +35,7 @@ def main() -> int:
     target = look(int(name.partition(".")[0]))
     fd = open_pidfd(target) if target is not None and target.name == name else None
     if target is None or fd is None:
-        print(f"pid {name.partition('.')[0]} was gone", file=sys.stderr)
+        sys.stderr.write(f"pid {name.partition('.')[0]} was gone\n")  # the agent reports it as the reason
         return 1
     watched = [fd]
     if target.pid != parent:  # who is held itself cannot be watched over it
@@ -103,7 +103,8 @@ def _named(target: Process, mark: Path | None) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    sys.stdout.write(f"{line}\n")  # the agent reads these lines and reports them
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ...core.processes import descendants
 from ...core.types import role_of
 from ...transport.messages import Beat, FirstWork, Hello
 from .environment import on_this_node
-from .first_process import FirstProcess, say
+from .first_process import FirstProcess, log_failure
 from .gpus import Gpus, held_gpus_within
 
 BUSY = 0.01
@@ -72,7 +72,7 @@ async def spoken_for(first: FirstProcess, pid: int, begun: asyncio.Event) -> Asy
         yield
         return
     speaking = asyncio.create_task(StandIn(first, pid).speak(begun))
-    speaking.add_done_callback(say)
+    speaking.add_done_callback(log_failure)
     try:
         yield
     finally:

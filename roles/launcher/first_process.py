@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -23,6 +23,8 @@ from ...transport.control.endpoints import Address, Dialer
 from ...transport.keys import RunKeys
 from ...transport.messages import Admitted, Down, Fenced, StepExit, Stop, Wanted
 from .process_group import adopt_orphans
+
+_log = logging.getLogger("rrl.launcher")
 
 ADMISSION = 60.0
 """s to wait for the answer to Wanted: a manager that dies at the launch is replaced within its lease (10 s) and its own
@@ -86,7 +88,7 @@ class FirstProcess:
             self._watch_launcher()
         tasks = [asyncio.create_task(self.dialer.run()), asyncio.create_task(self._obey())]
         for task in tasks:
-            task.add_done_callback(say)
+            task.add_done_callback(log_failure)
         try:
             yield
         finally:
@@ -126,7 +128,7 @@ class FirstProcess:
         ``number`` is the signal that ended the command, ``said`` its last line."""
         launch = self.launch
         if self._double:
-            print(f"rrl: {exit_text(reason, detail)}; the other one goes on", file=sys.stderr, flush=True)
+            _log.error("%s; the other process continues", exit_text(reason, detail))
             return
         _leave_record(launch, ExitRecord(
             launch.tag, launch.life, self.node, code, number, reason, time.time(), said, detail
@@ -199,10 +201,10 @@ def _leave_record(launch: Launch, record: ExitRecord) -> None:
     try:
         write_atomically(RunDir(Path(launch.run_dir)).exit_file(launch.tag), msgspec.json.encode(record))
     except OSError as error:  # the run directory is full, or gone with the run
-        print(f"rrl: no exit record: {error}; {record}", file=sys.stderr)
+        _log.error("cannot write the exit record: %s; %s", error, record)
 
 
-def say(task: asyncio.Future[Any]) -> None:
-    """Done-callback of a background task: what went wrong in it goes to the step's own log, and the role goes on."""
+def log_failure(task: asyncio.Future[Any]) -> None:
+    """Log the exception of a background task that ended with one (a done-callback); the role goes on."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        print(f"rrl: {error!r}", file=sys.stderr)
+        _log.error("a background task failed: %r", error)

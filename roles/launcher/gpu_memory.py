@@ -83,7 +83,7 @@ def main() -> None:
     deadline = time.monotonic() + WAITS
     while full := _full(pynvml, gpus):
         if time.monotonic() >= deadline:
-            print("; ".join(full))
+            sys.stdout.write("; ".join(full))  # the answer to the process that asked
             return
         time.sleep(POLL)
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -26,6 +26,8 @@ import msgspec
 from ...core.launch import LAUNCH_ENV
 from ...core.processes import STEP_ENV, Process, belongs, descendants, look, marks, pids, sweep
 from .environment import GPUS_ENV, VISIBLE
+
+_log = logging.getLogger("rrl.launcher")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -228,7 +230,7 @@ def _autogroup(pid: int, nice: int) -> None:
             if error.errno != errno.EAGAIN:  # a kernel without, or a process that has ended
                 return
             if time.monotonic() > until:
-                print(f"rrl: the session of {pid} could not be made nice {nice}", file=sys.stderr, flush=True)
+                _log.warning("cannot set the session of process %d to nice %d", pid, nice)
                 return
             time.sleep(_AGAIN)
 

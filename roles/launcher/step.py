@@ -8,12 +8,16 @@ kill -9 of this process. It leaves an exit record and tells the manager. Without
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
 from ...core.launch import ExitReason, Launch, read_launch
+from ...core.log_lines import LOG_LEVEL_ENV, start_logging
+from ...core.run_spec import DEFAULT_LOG_LEVEL
+from ...core.text import refuse
 from .activity import spoken_for
 from .environment import on_this_node, raise_limits
 from .first_process import FirstProcess
@@ -21,6 +25,8 @@ from .gpu_memory import no_room
 from .logs.pump import RoleLog
 from .process_group import ProcessGroup, command_env, end_descendants, make_way
 from .setup_command import SetUp
+
+_log = logging.getLogger("rrl.launcher")
 
 BEFORE_TELLING = 0.5
 """s for killed descendants to end before the exit is told: normally some ms; one that hangs in the kernel must not
@@ -31,11 +37,12 @@ BEFORE_LEAVING = 10.0
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print("usage: python -m rrl.roles.launcher.step FILE.launch", file=sys.stderr)
-        return 2
+        refuse("usage: python -m rrl.roles.launcher.step FILE.launch")
     raise_limits()
     launch_file = os.path.abspath(sys.argv[1])
-    return asyncio.run(_live(read_launch(Path(launch_file)), launch_file))
+    launch = read_launch(Path(launch_file))
+    start_logging(launch.env.get(LOG_LEVEL_ENV, DEFAULT_LOG_LEVEL))
+    return asyncio.run(_live(launch, launch_file))
 
 
 async def _live(launch: Launch, launch_file: str) -> int:
@@ -69,7 +76,7 @@ async def _live(launch: Launch, launch_file: str) -> int:
             reason = first.reason or (ExitReason.EXITED if number is None else ExitReason.SIGNALED)
             await first.finish(code, number, reason, first.detail, said)
         if left and (left := end_descendants(first.me, BEFORE_LEAVING)):
-            print(f"rrl: do not end on SIGKILL: {[process.pid for process in left]}", file=sys.stderr)
+            _log.error("processes do not end on SIGKILL: %s", [process.pid for process in left])
         await asyncio.to_thread(log.finish)
     return code if code is not None else 128 + (number or 0)
 

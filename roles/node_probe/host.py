@@ -369,20 +369,21 @@ def _nvml(within: float) -> Nvml:
 
 
 def print_nvml() -> None:
-    """Ask the driver's own library, which needs no package. Exits with a message and with code
-    :data:`_NVML_FAILED` when the library returns an error."""
+    """Ask the driver's own library, which needs no package, and write the answer to stdout for :func:`_nvml`.
+
+    Exits with a message on stderr and with code :data:`_NVML_FAILED` when the library returns an error."""
     import ctypes
 
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        print(msgspec.json.encode(Nvml("", ())).decode())
+        sys.stdout.write(msgspec.json.encode(Nvml("", ())).decode())
         return
     library.nvmlErrorString.restype = ctypes.c_char_p
 
     def must(code: int) -> None:
         if code:
-            print(f"NVML: {(library.nvmlErrorString(code) or b'').decode()}", file=sys.stderr)
+            sys.stderr.write(f"NVML: {(library.nvmlErrorString(code) or b'').decode()}\n")
             sys.exit(_NVML_FAILED)
 
     text, count, gpus = ctypes.create_string_buffer(96), ctypes.c_uint(), []
@@ -395,7 +396,7 @@ def print_nvml() -> None:
         must(library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)))
         must(library.nvmlDeviceGetName(device, text, 96))
         gpus.append(text.value.decode())
-    print(msgspec.json.encode(Nvml(driver, tuple(gpus))).decode())
+    sys.stdout.write(msgspec.json.encode(Nvml(driver, tuple(gpus))).decode())
 
 
 def read_torch(within: float) -> Torch:

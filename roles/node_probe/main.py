@@ -32,6 +32,7 @@ from msgspec import Struct
 import rrl
 
 from ...core.run_dir import write_atomically
+from ...core.text import refuse
 from .host import Ended, Host, Torch, Unread, ask, command, read_host, read_torch
 
 WITHIN = 10.0
@@ -78,8 +79,7 @@ def proof(nonce: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """0 when the report reached the login node one way or the other as far as can be told from here, else 1."""
     if not argv or NONCE_ENV not in os.environ:
-        print(f"usage: {NONCE_ENV}=... python -m rrl.roles.node_probe.main FOLDER ADDRESS...", file=sys.stderr)
-        return 2
+        refuse(f"usage: {NONCE_ENV}=... python -m rrl.roles.node_probe.main FOLDER ADDRESS...")
     signal.setitimer(signal.ITIMER_REAL, WITHIN)  # its default action ends us, whatever hangs
     folder, nonce = Path(argv[0]), os.environ[NONCE_ENV]
     told = ask(

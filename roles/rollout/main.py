@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from ..models.tensors import given_device, unpack
 from ..models.tokenizer import Tokenizer, open_tokenizer
 from .engine import Engine, Sampling
 from .torch_engine import TorchEngine, seed_of
+
+_log = logging.getLogger("rrl.rollout")
 
 LOG_EVERY = 10
 """Versions between two lines in the log."""
@@ -68,7 +71,7 @@ def _renew(me: rrl.Worker, engine: Engine, shown: _Shown) -> None:
             engine.probe()
         shown.loaded = True
         if new.version.step % LOG_EVERY == 0:
-            print(f"weights {new.version}", flush=True)
+            _log.info("loaded weights %s", new.version)
 
 
 class _Shown:

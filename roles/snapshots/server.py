@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -29,6 +29,8 @@ from . import messages as msg
 from .buffers import Pair, Shelf
 from .connection import RUN_SHOWN, local_key, remote_key, socket_name
 from .format import HEAD, HEAD_ROOM, META_ROOM, PAYLOAD, Digest, Fenced, Head, Kept, SnapshotError
+
+_log = logging.getLogger("rrl.agent")
 
 WRITER_ENDS_WITHIN = 2.0
 """s that a member waits here for its killed predecessor to be gone; then it is given other memory"""
@@ -77,7 +79,7 @@ class Keeper:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         except Exception as error:  # the agent goes on without
-            print(f"rrl: no snapshots are kept on this node: {error!r}", file=sys.stderr, flush=True)
+            _log.error("this node keeps no snapshots: %r", error)
         finally:
             self.address = ""
             self._started.set()
@@ -93,8 +95,8 @@ class Keeper:
                     server, port = await listen(remote.meet, self._host)
                     self.address = f"tcp://{self._host}:{port}"
                 except OSError as error:
-                    told = f"no snapshots are taken from other nodes: cannot listen at {self._host}"
-                    print(f"rrl: {told}: {error}", file=sys.stderr, flush=True)
+                    told = "this node keeps no snapshots of other nodes: cannot listen at %s: %s"
+                    _log.warning(told, self._host, error)
             opening = asyncio.create_task(self._open(local.meet))
             await asyncio.sleep(0)
             self._started.set()
@@ -115,7 +117,7 @@ class Keeper:
                 return LocalListener(self._name, meet)
             except OSError as error:
                 if not told:
-                    print(f"rrl: @{self._name}: {error.strerror}; trying again", file=sys.stderr, flush=True)
+                    _log.warning("cannot listen on the socket @%s: %s; trying again", self._name, error.strerror)
                 told = True
                 await asyncio.sleep(_NAME_AGAIN)
 

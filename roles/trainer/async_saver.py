@@ -7,13 +7,12 @@ out (docs/sources.md, torch). An error here ends the process: a trainer that can
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import shutil
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,8 @@ from .checkpoint import Checkpoints, Written, not_written
 from .host_buffers import HostBuffers, Layout
 from .learner import Learner
 from .process_group import STANDSTILL, Gang, waits_for_first, waits_to_be_told
+
+_log = logging.getLogger("rrl.trainer")
 
 COMMITTED_BY = STANDSTILL
 """s that the training thread waits for an older step's commit. The manager judges it before, as a checkpoint; and not
@@ -59,9 +60,8 @@ class _Staged(Struct, frozen=True):
 
 
 def end_process(error: BaseException) -> None:
-    """Of the saving thread's: the training thread may be anywhere, in torch too."""
-    traceback.print_exception(error)
-    sys.stderr.flush()
+    """Log the error of the saving thread and end the process: the training thread may be anywhere, in torch too."""
+    _log.critical("a checkpoint could not be saved, this process ends", exc_info=error)
     os._exit(1)
 
 
@@ -147,7 +147,7 @@ class Saver:
             if not all(each.full for each in troubles) or self._me.stopping.is_set():
                 raise OSError(troubles[0].trouble)
             if self._gang.rank == 0:
-                print(f"rrl: {troubles[0].trouble}; trying again", file=sys.stderr, flush=True)
+                _log.warning("%s; trying again", troubles[0].trouble)
                 if path:
                     shutil.rmtree(folder, ignore_errors=True)
             time.sleep(_ROOM_AGAIN)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import shutil
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +31,8 @@ from .host_buffers import shard_of
 from .learner import Learner
 from .process_group import Gang
 from .shards import METADATA, Piece, read_shards, write_metadata, write_shards
+
+_log = logging.getLogger("rrl.trainer")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # who saves alone is told that he is
 _ABOUT = "about.json"
@@ -183,7 +185,7 @@ class Checkpoints:
             verified(self._run_dir.path, manifest, only={_ABOUT})
             before = msgspec.json.decode((folder / _ABOUT).read_bytes(), type=_About).before
         except (OSError, DamagedCheckpoint) as error:
-            print(f"rrl: the commit before the snapshot cannot be read: {error}", file=sys.stderr, flush=True)
+            _log.warning("cannot read the checkpoint that was committed before the snapshot: %s", error)
         self._committed = (*before, folder.name)
 
     def committed(self, folder: Path) -> None:

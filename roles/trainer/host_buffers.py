@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import mmap
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from ...core.types import NodeName
 from ..snapshots.client import SnapshotClient
 from ..snapshots.format import SnapshotError
+
+_log = logging.getLogger("rrl.trainer")
 
 
 class HostBuffers:
@@ -108,8 +110,8 @@ class HostBuffers:
         """Once for each trouble, not in each step: a run goes on without snapshots, from its checkpoints."""
         if self._told.get(what) != str(error):
             self._told[what] = str(error)
-            told = {"keep": "no snapshot is kept of this step", "copy": "no copy of the snapshot is at another node"}
-            print(f"rrl: {told[what]}: {error}", file=sys.stderr, flush=True)
+            told = {"keep": "no snapshot is kept of this step", "copy": "no other node has a copy of the snapshot"}
+            _log.warning("%s: %s", told[what], error)
 
 
 def buddy_of(node: NodeName, nodes: Sequence[NodeName], keepers: Mapping[NodeName, str]) -> str | None:

@@ -13,6 +13,7 @@ CUDA, even on a CPU model, and the process could no longer choose its devices, w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,8 @@ from .checkpoint import Checkpoints
 from .host_buffers import HostBuffers, buddy_of
 from .learner import Example, Learner, LearnerSettings
 from .process_group import Gang, batches, form, full, waits_to_be_told
+
+_log = logging.getLogger("rrl.trainer")
 
 _TINY = ModelSpec(
     hidden_size=16, intermediate_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, initializer_range=0.05
@@ -86,7 +89,7 @@ def main() -> None:
         checkpoints = Checkpoints(me.run_dir, me.launch.life.incarnation, me.settings["keep_checkpoints"], gang)
         found = restore.find(me, gang, client)
         if gang.rank == 0:
-            print(f"{me.launch.life} goes on from {found}", flush=True)
+            _log.info("%s goes on from %s", me.launch.life, found)
         learner = _learner(me, _model(spec, empty, tokenizer.size, me.job["run"]["seed"], found.fresh, gang), gang)
         saver = Saver(me, gang, learner, checkpoints, _buffers(me, gang, client), me.settings["uncommitted"])
         if found.fresh:
@@ -145,7 +148,7 @@ def _train(
             _publish(me, gang, learner, spec.computes_in)
         if batch.number % LOG_EVERY == 0 and gang.rank == 0:
             told = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
-            print(f"step {batch.number}: {told}", flush=True)
+            _log.info("step %d: %s", batch.number, told)
     with me.phase("checkpoint"):
         saver.finish()
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,6 +47,8 @@ from ..trajectories.batches import share, unpacked
 from ..trajectories.types import Batch, PackedBatch
 from ..worker.connection import Stopping
 from . import exchange
+
+_log = logging.getLogger("rrl.trainer")
 
 FORMED_BY = 60.0
 """s within which all members must have met once all have joined (until then the manager's deadlines hold). torch's own
@@ -166,7 +168,7 @@ def waits_to_be_told(me: rrl.Worker) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if me.world > 1 and lost_another(error):
-            print(f"rrl: {me.launch.life} lost another member of its gang: {error}", file=sys.stderr, flush=True)
+            _log.error("%s lost another member of its gang: %s", me.launch.life, error)
             me.stopping.wait(TOLD_BY)
         raise
 
@@ -231,7 +233,7 @@ def _or_end(within: float, why: str) -> Iterator[None]:
     """torch waits where no exception reaches it: when it is too late the process ends."""
 
     def end() -> None:
-        print(f"rrl: {why}", file=sys.stderr, flush=True)
+        _log.critical("%s", why)
         os._exit(1)
 
     timer = threading.Timer(within, end)

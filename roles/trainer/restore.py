@@ -6,7 +6,7 @@ All members agree before anything is loaded, and compare afterwards what they ha
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -24,6 +24,8 @@ from .checkpoint import Checkpoints
 from .host_buffers import Layout
 from .learner import Learner
 from .process_group import Gang, waits_for_first
+
+_log = logging.getLogger("rrl.trainer")
 
 Name = tuple[int, int]
 """Of a snapshot: the step, and the incarnation that made it. Two of one name fit together."""
@@ -143,7 +145,7 @@ def _listed(client: SnapshotClient | None, address: str | None) -> Collection[Ke
     try:
         return client.available(address)
     except SnapshotError as error:
-        print(f"rrl: what {address or 'this node'} keeps is not known: {error}", file=sys.stderr, flush=True)
+        _log.warning("cannot list the snapshots on %s: %s", address or "this node", error)
         return ()
 
 
@@ -155,7 +157,7 @@ def _get(client: SnapshotClient | None, places: Sequence[_Place], world: int) ->
             meta, data = client.read(kept) if address is None else client.fetch(address, kept)
             note = msgspec.msgpack.decode(meta, type=Note)
         except (SnapshotError, msgspec.MsgspecError) as error:
-            print(f"rrl: {kept} could not be had from {address or 'this node'}: {error}", file=sys.stderr, flush=True)
+            _log.warning("cannot read %s from %s: %s", kept, address or "this node", error)
             continue
         if note.world == world:
             return note, memoryview(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ from .types import (
     Request,
     Scoring,
 )
+
+_log = logging.getLogger("rrl.trajectories")
 
 
 def answer(store: Store, request: Request) -> Answer:
@@ -257,7 +260,7 @@ class Server:
         self._want_weights(now, served, [said for _, said in answers])
         self._note_wait(now)
         if warning := self._store.warning():
-            print(f"rrl: {warning}", flush=True)
+            _log.warning("%s", warning)
 
     def _answer(
         self, request: Request, batches: dict[int, msgspec.Raw | Denied], now: float
@@ -293,9 +296,10 @@ class Server:
                 self._wanting_since = now
             elif now - self._wanting_since >= WEIGHTS_BY:
                 self._wanting_since = math.inf
-                print("rrl: warning: the trainer waits for a batch, and the rollouts for newer weights than they have:"
-                      " with [sampling] staleness = N a trainer must publish at least once in N + 1 steps",
-                      flush=True)  # fmt: skip
+                _log.warning(
+                    "the trainer waits for a batch, and the rollouts for newer weights than they have: with [sampling]"
+                    " staleness = N a trainer must publish at least once in N + 1 steps"
+                )
 
 
 def _once(here: Iterable[_Parked]) -> Iterator[_Parked]:

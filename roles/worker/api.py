@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +20,10 @@ from typing import Any
 import msgspec
 
 from ...core.launch import BEAT_ENV, LAUNCH_ENV, Launch, read_launch
+from ...core.log_lines import start_logging
 from ...core.phases import phase as phase_named
 from ...core.run_dir import RunDir
+from ...core.text import refuse
 from ...core.types import NodeName, ReplicaId, Version, replica_id
 from ...transport.keys import RunKeys
 from ...transport.messages import Goodbye, Peers
@@ -449,8 +450,8 @@ def join() -> Worker:
     process with exit code 2 and says so."""
     path = os.environ.get(LAUNCH_ENV)
     if path is None:
-        print(f"rrl: {LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it", file=sys.stderr)
-        raise SystemExit(2)
+        refuse(f"{LAUNCH_ENV} is not set: this program is a role's command; rrl submit starts it")
+    start_logging(stamped=False)
     launch = read_launch(Path(path))
     run = RunDir(Path(launch.run_dir))
     return Worker(launch, run, RunKeys.load(run.keys))

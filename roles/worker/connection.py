@@ -11,9 +11,9 @@ is left out.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -42,6 +42,8 @@ from ..trajectories.versions import is_publisher
 from .commit_reports import CommitReports
 from .main_thread import OwnFaults, Probes
 from .weight_sources import WeightSources
+
+_log = logging.getLogger("rrl.worker")
 
 FENCED_EXIT = 81
 """Exit code of a worker that learned that it is no longer believed."""
@@ -282,7 +284,7 @@ class Link:
         """From here on every message is that life's, the Hello that it begins with included. Told again: nothing."""
         if not self.launch.standby or (told.shadow, told.tag) != (self.launch.life, self.launch.tag):
             return
-        print(f"rrl: {self.launch.life} becomes {told.life}", file=sys.stderr, flush=True)
+        _log.info("%s becomes %s", self.launch.life, told.life)
         self.launch = msgspec.structs.replace(self.launch, life=told.life, standby=False)
         self.faults.launch = self.launch
         self._gpus = keep_gpus(told.gpus, self._gpus)
@@ -352,7 +354,7 @@ class Link:
             elif isinstance(message, msg.Peers):
                 self._hear_peers(message)
             elif isinstance(message, msg.Fenced):
-                print(f"rrl: {self.launch.life} is fenced: {message.why}", file=sys.stderr, flush=True)
+                _log.warning("%s is fenced: %s", self.launch.life, message.why)
                 os._exit(FENCED_EXIT)  # whatever the worker's own thread is in the middle of must not go on
             elif isinstance(message, msg.Stop):
                 self.stopping.set()
@@ -469,7 +471,7 @@ class Link:
                 dropped += 1
                 continue
             except PullFailed as error:
-                print(f"rrl: {newest} could not be pulled: {error}", file=sys.stderr, flush=True)
+                _log.warning("cannot pull weights %s: %s", newest, error)
                 continue
             dropped = 0
             self.holds(newest)
@@ -490,5 +492,5 @@ class _Outdated(PullFailed):
 def _loud(task: asyncio.Task[Any]) -> None:
     """A link without one of its tasks is deaf or dumb: better to die and be replaced."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        print(f"rrl: the worker's link failed: {error!r}", file=sys.stderr, flush=True)
+        _log.critical("the connection to the manager failed, this process ends: %r", error)
         os._exit(1)

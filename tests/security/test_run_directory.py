@@ -65,7 +65,9 @@ def newest(run: RunDir) -> Path:
 
 
 # ── the journal ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_half_a_record_at_the_end_is_ignored_and_said(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_half_a_record_at_the_end_is_ignored_and_said(
+    run: RunDir, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     assert main.run(["status"]) == 0
     whole = capsys.readouterr()
     assert whole.err == ""
@@ -78,7 +80,7 @@ def test_half_a_record_at_the_end_is_ignored_and_said(run: RunDir, capsys: pytes
         "rrl: the journal ends in 50 bytes of an unfinished record, which are ignored: nobody was told of it\n"
     )
     Journal(run, 9).close()
-    assert ": 50 bytes of an unfinished record are ignored" in capsys.readouterr().err, "its next manager says so too"
+    assert ": 50 bytes of an unfinished record are ignored" in caplog.text, "its next manager says so too"
 
 
 def test_a_journal_of_another_run_is_not_taken_for_this_ones(
@@ -205,7 +207,7 @@ def test_a_run_of_somebody_else_is_said_to_be_his_by_every_command(open_root: Pa
 
 
 def test_a_letter_that_somebody_else_wrote_is_put_aside(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run.mailbox / "1.json").write_text('{"command": "cancel"}')
     (run.mailbox / "2.json").symlink_to(run.mailbox / "1.json")
@@ -216,10 +218,11 @@ def test_a_letter_that_somebody_else_wrote_is_put_aside(
     else:  # as if: nobody but root can give a file away
         (run.mailbox / "1.json").unlink()
     assert [letter.id for letter in letters(run)] == ["3"]
-    said = capsys.readouterr().err
-    assert os.geteuid() != 0 or f"1.json: it is of user {NOBODY}, and the run of user 0" in said
+    said = caplog.text
+    caplog.clear()
+    assert os.geteuid() != 0 or f": it is of user {NOBODY}, and the run of user 0" in said
     assert [letter.id for letter in letters(run)] == ["3"]
-    assert not capsys.readouterr().err, "it was read again"
+    assert not caplog.records, "it was read again"
 
 
 # ── a full disk ────────────────────────────────────────────────────────────────────────────────────────────────────

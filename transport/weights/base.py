@@ -37,7 +37,7 @@ _NONCE = 32
 _MAC = 32
 _DIALLED, _LISTENED = b"rrl-weights-1 dialled", b"rrl-weights-1 listened"
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("rrl.weights")
 
 
 class PipeError(Exception):

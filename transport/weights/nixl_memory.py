@@ -53,7 +53,7 @@ _POLL, _POLL_MOST = 50e-6, 1e-3
 
 _LIMITS = ("UCX_TLS", "UCX_NET_DEVICES")
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("rrl.weights")
 
 
 class Slot:

@@ -40,7 +40,7 @@ _STRANGERS = 128
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("rrl.weights")
 
 
 class Reception:

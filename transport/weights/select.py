@@ -12,7 +12,7 @@ from msgspec import Struct
 from .base import PACKAGES, Pipe, PipeError, package
 from .ucx_settings import active_rdma_ports
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("rrl.weights")
 
 
 class Here(Struct, frozen=True):

@@ -78,7 +78,7 @@ _ABORT_NS = 10**10
 _EPOLL_TIMEOUT_MS = 1
 """ucxx's own value: how long the progress thread sleeps at most"""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("rrl.weights")
 
 
 class _Worker:

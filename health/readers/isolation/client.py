@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -27,6 +28,8 @@ import msgspec
 from ..base import READER_CLASSES, ReaderOptions
 from ..samples import READERS, Reading
 from . import framing
+
+_log = logging.getLogger("rrl.readers")
 
 ENDS_WITHIN = 10.0
 """s for the keeper's process and its readers to end when asked; :mod:`rrl.health.readers.isolation.supervisor` needs at
@@ -183,5 +186,5 @@ def _end(process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(ENDS_WITHIN)
             return f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-    print(f"rrl: process {process.pid} of the readers does not end on SIGKILL, it is left", file=sys.stderr, flush=True)
+    _log.error("process %d of the readers does not end on SIGKILL, it is left", process.pid)
     return "not even on SIGKILL"

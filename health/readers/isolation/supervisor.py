@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import select
 import signal
@@ -19,10 +20,13 @@ from typing import Literal, NoReturn
 
 import msgspec
 
+from ....core.log_lines import start_logging
 from ..base import STARTS_WITHIN
 from ..samples import Reading
 from . import framing, worker
 from .process import dies_with, how, let_go, where
+
+_log = logging.getLogger("rrl.readers")
 
 AGAIN = 10.0
 """s until what was absent, not permitted or broken is looked at again, where the reader's own time is shorter"""
@@ -230,8 +234,8 @@ class _Keeping:
         elif one.signalled == signal.SIGTERM:
             one.signalled, one.ends = signal.SIGKILL, now + KILL_WITHIN
         elif self._closing:
-            print(f"rrl: reader {one.name}: process {one.pid} does not end on SIGKILL, it is left{where(one.pid)}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            at = where(one.pid)
+            _log.error("reader %s: process %d does not end on SIGKILL, it is left%s", one.name, one.pid, at)
             self._forget(one)
             one.ends = _NEVER
             return
@@ -296,6 +300,7 @@ def _pidfd(pid: int) -> int:
 
 
 def main() -> int:
+    start_logging()
     order = msgspec.json.decode(sys.argv[1], type=framing.Order)
     line = socket.socket(fileno=os.dup(0))
     for place in order.readers.values():  # once here instead of once in each: what is shared costs once

@@ -6,6 +6,7 @@ Forked by :mod:`rrl.health.readers.isolation.supervisor`, so that nothing of a d
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ from ..base import Absent, Denied, Reader, ReaderOptions
 from ..samples import Reading
 from . import framing
 from .process import dies_with
+
+_log = logging.getLogger("rrl.readers")
 
 T = TypeVar("T")
 _UNKNOWN_TIMES = (10.0, 10.0)
@@ -42,7 +45,7 @@ def run(name: str, where: str, options: ReaderOptions, line: socket.socket, pare
         except (SystemExit, ConnectionError):  # asked to end, or nobody is there any more
             pass
         except BaseException as error:
-            print(f"rrl: reader {name}: {error!r}", file=sys.stderr, flush=True)
+            _log.error("reader %s failed: %r", name, error)
             code = 1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except SystemExit:  # the signal of a keeper's death came just after the end of its line

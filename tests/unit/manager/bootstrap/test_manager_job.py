@@ -99,7 +99,7 @@ def test_a_manager_that_goes_on_queues_the_next_one_unless_one_waits(
 
 @pytest.mark.parametrize("lost", ["squeue", "sbatch"])
 def test_a_slurm_that_does_not_answer_is_asked_again_whether_the_next_one_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
 ) -> None:
     away = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo Socket timed out >&2; exit 1; }}"
     commands(tmp_path, monkeypatch, squeue=away if lost == "squeue" else "")
@@ -113,7 +113,7 @@ def test_a_slurm_that_does_not_answer_is_asked_again_whether_the_next_one_waits(
 
     follow(RunDir(tmp_path / RUN), view(tmp_path), queued, monkeypatch)
     assert len(made) == (1 if lost == "squeue" else 2)
-    assert capsys.readouterr().err == ""
+    assert not caplog.records
 
 
 def test_a_manager_that_is_no_job_queues_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_manager_that_is_no_job_queues_nobody(tmp_path: Path, monkeypatch: pyt
 
 
 def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forbidden() -> None:
         raise RuntimeError("sbatch: error: Access/permission denied")
@@ -132,7 +132,7 @@ def test_where_jobs_may_not_submit_jobs_the_log_says_that_this_manager_is_the_la
     commands(tmp_path, monkeypatch, squeue="")
     monkeypatch.setenv("SLURM_JOB_NAME", f"{RUN}.manager")
     follow(RunDir(tmp_path / RUN), view(tmp_path), forbidden, monkeypatch)
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "this is the last manager that starts by itself: sbatch: error: Access/permission denied" in said
     assert f"rrl manage {RUN}" in said
 
@@ -190,7 +190,7 @@ def test_a_manager_whose_turn_comes_after_the_end_leaves_at_once(
 
 
 def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     story = Story(RUN).works()
     run = story.written(tmp_path)
@@ -211,13 +211,13 @@ def test_a_pools_script_keeps_a_manager_until_the_run_has_ended(
     assert pool_supervisor.main() == 0
     assert len(lives) == 3
     assert lives[0][-1] == str(run.path)
-    assert capsys.readouterr().out.count("the manager ended with -9 before the run did") == 2
+    assert caplog.text.count("the manager ended with -9 before the run did") == 2
     assert pool_supervisor.main() == 0
     assert len(lives) == 3, "a manager was started for a run that has ended"
 
 
 def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Story(RUN).works().written(tmp_path)
     answers: list[bool | Exception] = [JournalError("torn"), OSError(116, "Stale file handle"), True]
@@ -232,7 +232,7 @@ def test_a_journal_that_cannot_be_read_gives_no_nodes_back(
     monkeypatch.setattr("subprocess.call", lambda argv: 1)
     monkeypatch.setattr("sys.argv", ["hold", str(run.path)])
     assert pool_supervisor.main() == 0
-    assert "rrl hold: torn\nrrl hold: [Errno 116] Stale file handle\n" in capsys.readouterr().out
+    assert [record.message for record in caplog.records][:2] == ["torn", "[Errno 116] Stale file handle"]
 
 
 def test_a_pool_whose_run_was_removed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_a_submission_that_dies_tells_its_last_words(job: Job, source: Path, mon
 
 
 def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
-    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: Job, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends: list[Exception | Outcome] = [ZeroDivisionError("a bug"), OSError("storage"), Outcome.COMPLETED]
 
@@ -83,7 +83,7 @@ def test_a_manager_that_ended_by_an_error_of_its_own_is_followed_by_another(
     monkeypatch.setattr(start, "_run", one)
     monkeypatch.setattr(start, "RETRY_PAUSE", 0.0)
     assert start.run_here(start.create(job, source)) == "completed"
-    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+    assert "ZeroDivisionError: a bug" in caplog.text
 
 
 @pytest.mark.parametrize(("error", "lives"), [(LeaseHeld("another lives"), 1), (ZeroDivisionError(), 4)])

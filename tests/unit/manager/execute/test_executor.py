@@ -168,11 +168,11 @@ def test_what_is_repeatable_is_asked_again_until_somebody_answers(action: Outsid
 
 
 @pytest.mark.parametrize("action", [RELEASE, STOP], ids=lambda action: type(action).__name__)
-def test_an_error_that_nobody_foresaw_leaves_no_end_undone(action: Outside, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_that_nobody_foresaw_leaves_no_end_undone(action: Outside, caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(ValueError("unforeseen"), PermissionError("neither"))
     assert bench.carry_out(action) == [ev.Done(action.tag, True)]
     assert len(bench.cluster.asked) == 3
-    assert "ValueError: unforeseen" in capsys.readouterr().err
+    assert "ValueError: unforeseen" in caplog.text
 
 
 @pytest.mark.parametrize("action", [REQUEST, LAUNCH], ids=lambda action: type(action).__name__)

@@ -355,7 +355,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("case", ["missing", "foreign", "taken", "a link"])
 def test_a_folder_that_cannot_be_written_costs_lines_and_is_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     folder = tmp_path / "history"
     if case != "missing":
@@ -373,12 +373,12 @@ def test_a_folder_that_cannot_be_written_costs_lines_and_is_said_once(
     tell(kept, story)
     kept.close()
     assert kept.lost == 6
-    assert capsys.readouterr().err.count("lines are lost") == 1
+    assert caplog.text.count("lines are lost") == 1
     assert not (tmp_path / "victim").exists()
 
 
 def test_storage_that_hangs_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     back = threading.Event()
     really = os.write
@@ -399,7 +399,7 @@ def test_storage_that_hangs_holds_nobody_up(
     assert kept._thread is not None
     assert kept._thread.is_alive()  # it hangs there still
     assert kept.lost >= 80
-    assert capsys.readouterr().err.count("lines are lost") == 1
+    assert caplog.text.count("lines are lost") == 1
     back.set()
 
 

@@ -304,14 +304,14 @@ def test_what_others_call_their_things_stays_within_its_label() -> None:
 
 @pytest.mark.parametrize("address", ["taken", "no.such.host.invalid:0", "127.0.0.1:99999"])
 def test_an_address_that_cannot_be_had_is_said_and_costs_nothing(
-    run: RunDir, capsys: pytest.CaptureFixture[str], address: str
+    run: RunDir, caplog: pytest.LogCaptureFixture, address: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = f"127.0.0.1:{other.getsockname()[1]}" if address == "taken" else address
         server = MetricsServer(run, at, list)
         eventually(lambda: not any(one.name == "metrics" for one in threading.enumerate()))
         server.close()
-    assert capsys.readouterr().err.count("metrics are not served") == 1
+    assert caplog.text.count("metrics are not served") == 1
 
 
 def test_a_run_on_the_local_cluster_is_scraped_and_leaves_its_history(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ class Storage:
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("what", ["list", "read"])
 def test_time_in_which_the_lease_cannot_be_read_is_no_time_in_which_it_stood_still(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str, number: int, capsys: pytest.CaptureFixture[str]
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, what: str, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def outage() -> None:
         first = await Lease.acquire(run, PATIENCE)
@@ -274,9 +274,8 @@ def test_time_in_which_the_lease_cannot_be_read_is_no_time_in_which_it_stood_sti
         living.cancel()
 
     virtual.run(outage())
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1, "said once"
-    assert "whether a manager of small-1 lives cannot be seen" in said[0]
+    assert len(caplog.records) == 1, "logged once"
+    assert "cannot see whether a manager of small-1 is running" in caplog.text
 
 
 def test_a_silent_holder_is_succeeded_once_its_lease_can_be_read_again_for_long_enough(

@@ -123,7 +123,7 @@ def test_a_function_of_the_users_is_found_beside_the_job_file(users_folder: Path
 
 # ── reward ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
-    users_folder: Path, capsys: pytest.CaptureFixture[str]
+    users_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = PieceTokenizer({"pieces": "0123456789x"})
     scorer = Scorer(load_task({"function": "my_rrl_task:Doubles"}, 5, folder=users_folder), tokenizer)
@@ -138,7 +138,7 @@ def test_a_scorer_that_breaks_costs_the_trajectory_not_the_run(
         3: "the scorer raised ZeroDivisionError",
         5: "the scorer raised ValueError",
     }
-    assert capsys.readouterr().err.count("rrl: the scorer raised ValueError") == 1
+    assert caplog.text.count("the scorer raised ValueError (") == 1
 
 
 def test_a_score_that_is_no_number_is_a_failure() -> None:

@@ -163,7 +163,7 @@ def test_to_be_asked_to_leave_is_no_error(scene: Scene) -> None:
 
 
 def test_a_disk_too_full_for_a_folder_is_waited_out_too(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saver_module, "_ROOM_AGAIN", 0.01)
     troubles = [errno.ENOSPC, errno.EDQUOT]
@@ -180,11 +180,11 @@ def test_a_disk_too_full_for_a_folder_is_waited_out_too(
     scene.save(1)
     scene.saver.finish()
     assert [number for number, _ in scene.me.commits] == [1]
-    assert capfd.readouterr().err.count("; trying again") == 2
+    assert caplog.text.count("; trying again") == 2
 
 
 def test_a_full_disk_is_waited_out_and_any_other_trouble_is_not(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(saver_module, "_ROOM_AGAIN", 0.01)
     troubles = [errno.ENOSPC, errno.ENOSPC]
@@ -200,7 +200,7 @@ def test_a_full_disk_is_waited_out_and_any_other_trouble_is_not(
     scene.me.may_commit.set()
     scene.save(1)
     scene.save(2)
-    assert capfd.readouterr().err.count("No space left on device; trying again") == 2
+    assert caplog.text.count("No space left on device; trying again") == 2
     until(lambda: len(scene.me.commits) == 2)
     troubles.append(errno.EIO)
     scene.save(3)

@@ -170,7 +170,7 @@ def test_a_fenced_trainer_that_wakes_up_late_harms_nothing_of_its_successor(run_
 
 
 def test_who_goes_on_from_a_snapshot_keeps_the_commits_and_needs_nothing_of_them(
-    run_dir: RunDir, capfd: pytest.CaptureFixture[str]
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Checkpoints(run_dir, 1, keep=2)
     manifest = [_commit(first, run_dir, number) for number in (1, 2)][-1]
@@ -181,7 +181,7 @@ def test_who_goes_on_from_a_snapshot_keeps_the_commits_and_needs_nothing_of_them
     (run_dir.path / manifest["folder"] / "about.json").write_text("damaged")
     third = Checkpoints(run_dir, 3, keep=2)
     third.known(manifest)
-    assert "about.json" in capfd.readouterr().err
+    assert "about.json" in caplog.text
     _commit(third, run_dir, 3, incarnation=3)
     assert _there(run_dir) == {"step-2.1.0", "step-3.3.0"}
 

@@ -98,7 +98,7 @@ def test_once_two_snapshots_are_kept_here_other_agents_let_go_of_what_earlier_li
 
 
 def test_without_an_agent_a_step_is_copied_all_the_same_and_the_trouble_is_told_once(
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = Client()
     buffers = _buffers(client)
@@ -107,7 +107,7 @@ def test_without_an_agent_a_step_is_copied_all_the_same_and_the_trouble_is_told_
         buffers.buffer(8, step)[:1] = b"x"
         buffers.seal(step, b"")
     assert client.sealed == []
-    assert capfd.readouterr().err.count("nobody is there") == 1
+    assert caplog.text.count("nobody is there") == 1
     client.broken = ""
     buffers.buffer(8, 3)
     buffers.seal(3, b"")

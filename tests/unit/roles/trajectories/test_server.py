@@ -542,7 +542,7 @@ def test_to_be_told_to_get_newer_weights_is_no_work_done_and_is_told_at_once(tmp
 
 
 def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server_module, "WEIGHTS_BY", 0.0)
 
@@ -550,7 +550,7 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
         script.say(0, LeaseWork(ROLLOUT, 8, weights=0))  # the trainer is in its step: that they are old is no wonder
         script.say(1, LeaseWork(ROLLOUT, 8, weights=0))
         await script.until(lambda: len(script.told) == 2)
-        assert "for newer weights" not in capsys.readouterr().out
+        assert "for newer weights" not in caplog.text
         script.say(9, GetBatch(TRAINER, 2, wait=DEADLINE))
         for ask in (2, 3, 4, 5):
             script.say(ask, LeaseWork(ROLLOUT, 8, weights=0))
@@ -559,7 +559,7 @@ def test_where_nobody_gets_on_for_want_of_weights_that_are_not_published_it_is_s
     store = open_store(tmp_path, staleness=0)
     train(store, 1, at_most=BATCH * GROUP, weights=0)
     _serve(tmp_path, play, store=store)
-    assert capsys.readouterr().out.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
+    assert caplog.text.count("the trainer waits for a batch, and the rollouts for newer weights") == 1
 
 
 def test_note_says_what_a_waiting_trainer_waits_for_and_is_cleared_once_it_has_its_batch(

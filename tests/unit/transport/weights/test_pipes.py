@@ -477,7 +477,7 @@ def test_a_receiver_that_dies_while_it_is_sent_to_is_noticed_at_once(
 
 
 def test_who_leaves_says_so_and_who_dies_does_not(kind: str, run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, protocol.__name__)
+    caplog.set_level(logging.DEBUG, "rrl.weights")
 
     async def test() -> None:
         async with piped(kind) as pipe:
